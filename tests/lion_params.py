@@ -71,14 +71,14 @@ def waiting_is_an_error() -> Iterator[None]:
 
 def update_lists_(
     params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], extras: list[Tensor], groups: list[int],
-    rows: list[Row], mode: int,
+    rows: list[Row],
 ) -> None:  # fmt: skip
     """Update dense tensors of any dtype mix as a step does: in one launch on a GPU, else on the torch path."""
     if not uses_triton(params[0]):
         for i, k in enumerate(groups):
-            update_([params[i]], [grads[i]], [momenta[i]], extras[i : i + 1], mode, rows[k])
+            update_([params[i]], [grads[i]], [momenta[i]], extras[i : i + 1], rows[k])
         return
     nothing = [None] * len(params)
-    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), [mode] * len(params), groups)
+    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), groups)
     plan.refresh(grads)
     plan.step(pack_rows(rows), Scalars())

@@ -20,7 +20,7 @@ from lion_params import (
     update_lists_,
     waiting_is_an_error,
 )
-from onepass.ops.lion.definition import NONE, Row
+from onepass.ops.lion.definition import Row
 from onepass.optim import Lion, clip_grad_norm, release_gradients
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_more_than_2_to_31_elements() -> None:
     p, g, m = (torch.zeros(n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     g[-3:] = 1.0
     g[7] = -1.0
-    update_lists_([p], [g], [m], [], [0], [Row(0.5, 0.0, 0.9, 0.1, 0.99, 0.01, 1.0, 0.0)], NONE)
+    update_lists_([p], [g], [m], [], [0], [Row(0.5, 0.0, 0.9, 0.1, 0.99, 0.01, 1.0, 0.0)])
     assert torch.equal(p[-4:].float().cpu(), torch.tensor([0.0, -0.5, -0.5, -0.5]))
     assert p[7] == 0.5
     assert p.count_nonzero() == 4

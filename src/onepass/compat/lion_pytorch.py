@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from onepass.compat._absent import absent
-from onepass.ops.lion.definition import NONE, Row, split_complex
+from onepass.ops.lion.definition import Row, split_complex
 from onepass.ops.lion.torch_path import plain_
 from onepass.optim.lion import Lion as _Lion
 
@@ -78,7 +78,7 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
         tensor([0.5000, 1.5000])
     """
     p, grad, exp_avg = map(split_complex, (p, grad, exp_avg))
-    plain_(p, grad, exp_avg, None, NONE, Row(lr, wd, beta1, 1 - beta1, beta2, 1 - beta2))
+    plain_(p, grad, exp_avg, None, Row(lr, wd, beta1, 1 - beta1, beta2, 1 - beta2))
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name

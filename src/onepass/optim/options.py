@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.definition import NONE, REMAINDER, Row
+from onepass.ops.lion.definition import Row
 from onepass.optim.sharded import is_sharded, scale_shape
 
 LOW_PRECISION = ("auto", "none", "remainder")
@@ -96,18 +96,18 @@ def check_parameters(group: dict[str, Any]) -> None:
     for p in group["params"]:
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(f"Lion: parameters must be floating-point or complex tensors, got {p.dtype}")
-        mode_of(p, group)
+        has_remainder(p, group)
         momentum_dtype(p, group)
 
 
-def mode_of(p: Tensor, group: dict[str, Any]) -> int:
-    """Return the mode in which a parameter is stored: REMAINDER for bf16 parameters unless that is declined."""
+def has_remainder(p: Tensor, group: dict[str, Any]) -> bool:
+    """Return whether a remainder is stored beside a parameter: of bf16, unless that is declined."""
     if group["low_precision"] not in LOW_PRECISION or group["state_dtype"] not in STATE_DTYPES:
         check_options(group)  # set since the constructor
     if group["low_precision"] == "remainder" and p.dtype == torch.float16:
         raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use bfloat16 or float32")
     declined = group["low_precision"] == "none" or group["differentiable"]
-    return NONE if p.dtype != torch.bfloat16 or declined else REMAINDER
+    return p.dtype == torch.bfloat16 and not declined
 
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:

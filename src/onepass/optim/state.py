@@ -9,27 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.definition import NONE, REMAINDER, dequantize, quantize_, scales_for
-from onepass.optim.options import mode_of, momentum_dtype
+from onepass.ops.lion.definition import dequantize, quantize_, scales_for
+from onepass.optim.options import has_remainder, momentum_dtype
 from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
-EXTRA_KEYS = {NONE: "", REMAINDER: "remainder"}
 SCALE_KEY = "exp_avg_scale"
 # the compensation is that of other libraries: it becomes a remainder
 _OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp")
 
 
-def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> int:
-    """Create what a parameter's state lacks, convert it after changed options, and return the parameter's mode."""
-    mode, momentum = mode_of(p, group), momentum_dtype(p, group)
-    key = EXTRA_KEYS[mode]
+def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> bool:
+    """Create what a parameter's state lacks, convert it after changed options; return whether it has a remainder."""
+    remainder, momentum = has_remainder(p, group), momentum_dtype(p, group)
     old: Any = state.get("exp_avg")
     convert = old is not None and old.dtype != momentum
     if convert and group["state_dtype"] is None:
         # without state_dtype a momentum keeps its dtype, loaded or earlier; only from and to int8 it must convert
         convert = torch.int8 in (old.dtype, momentum)
-    if old is not None and not convert and (not key or key in state):
-        return mode
+    if old is not None and not convert and (not remainder or "remainder" in state):
+        return remainder
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
@@ -50,11 +48,11 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> in
                 quantize_(value, local(state["exp_avg"]), local(state[SCALE_KEY]).view(-1))
         elif value is not None:
             local(state["exp_avg"]).copy_(value)
-    if mode == REMAINDER and key not in state:
-        state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+    if remainder and "remainder" not in state:
+        state["remainder"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
         if "kahan_comp" in state:
-            local(state[key]).copy_(_remainder_of_sum(local(p), local(state.pop("kahan_comp"))))
-    return mode
+            local(state["remainder"]).copy_(_remainder_of_sum(local(p), local(state.pop("kahan_comp"))))
+    return remainder
 
 
 def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
@@ -161,7 +159,7 @@ def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     """Raise an error if gradient or state have another shape or device than p, as after `p.data = ...`."""
     m = state["exp_avg"]
     # kernels read only these; other entries of a checkpoint (AdamW's step, on the CPU) may be on any device
-    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, *EXTRA_KEYS.values()))
+    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, "remainder"))
     for name, t in (("gradient", g), *own):
         if t is not None and t.device != p.device:
             raise ValueError(

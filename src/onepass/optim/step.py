@@ -17,7 +17,7 @@ from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, 
 from onepass.ops.lion.torch_path import foreach_, plain_, update_
 from onepass.optim.options import cautious_factor, may_vary, numbers, routing, row_of
 from onepass.optim.sharded import global_mean, is_sharded, shards
-from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
+from onepass.optim.state import SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
 
 _grad = attrgetter("grad")
@@ -69,7 +69,7 @@ class Work:
         self.idle: list[Tensor] = []
         self.groups: list[int] = []
         states: list[dict[str, Any]] = []
-        self.modes: list[int] = []
+        remainders: list[Tensor | None] = []
         flat = ((p, k) for k, group in enumerate(groups) for p in group["params"])
         for (p, k), g in zip(flat, grads, strict=True):
             if g is None:
@@ -78,23 +78,20 @@ class Work:
                 continue
             check_dense(g)
             state = optimizer.state[p]
-            mode = prepare_state(state, p, groups[k])
+            remainders.append(state["remainder"] if prepare_state(state, p, groups[k]) else None)
             check_places(p, g, state)
             self.params.append(p)
             self.groups.append(k)
             states.append(state)
-            self.modes.append(mode)
-        keys = {"exp_avg", *(EXTRA_KEYS[mode] for mode in self.modes if mode)}
-        if any(SCALE_KEY in s for s in states):
-            keys.add(SCALE_KEY)
-        self.kept = [(key, Objects([s.get(key) for s in optimizer.state.values()])) for key in sorted(keys)]
+        momenta, scales = [s["exp_avg"] for s in states], [s.get(SCALE_KEY) for s in states]
+        self.kept = [
+            (key, Objects([s.get(key) for s in optimizer.state.values()]))
+            for key, found in (("exp_avg", momenta), ("remainder", remainders), (SCALE_KEY, scales))
+            if any(t is not None for t in found)
+        ]
         live = [g for g in grads if g is not None]
         self.sharded = any(map(is_sharded, self.params))
-        columns = Columns(
-            self.params, (), [s["exp_avg"] for s in states],
-            [s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(states, self.modes, strict=True)],
-            [s.get(SCALE_KEY) for s in states],
-        )  # fmt: skip
+        columns = Columns(self.params, (), momenta, remainders, scales)
         if self.sharded:
             self.placed = [t for column in columns for t in column if is_sharded(t)]
             self.shards = Objects(shards(self.placed))
@@ -118,7 +115,7 @@ class Work:
         self.foreach_cpu: dict[object, list[int]] = {}
         self.plain: list[int] = []
         for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
-            group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
+            group = optimizer.param_groups[self.groups[j]]
             vectors = same_dense_layout(p, g, m, e)
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
             known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
@@ -141,7 +138,7 @@ class Work:
             if simple and decay_simple and one_type and (group["foreach"] or (p.is_cuda and group["foreach"] is None)):
                 self.foreach.setdefault((self.groups[j], p.device, p.dtype), []).append(j)
             elif simple and vectors and p.device.type == "cpu" and group["foreach"] is None:
-                self.foreach_cpu.setdefault((self.groups[j], mode, p.dtype, g.dtype, m.dtype), []).append(j)
+                self.foreach_cpu.setdefault((self.groups[j], e is None, p.dtype, g.dtype, m.dtype), []).append(j)
             else:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params)
@@ -155,7 +152,7 @@ class Work:
         careful = [cautious_factor(group) is not None for group in optimizer.param_groups]
         groups = [self.groups[j] for j in own]
         decay = any(group["cautious_weight_decay"] for group in optimizer.param_groups)
-        self.plan = Plan(columns.take(own), [self.modes[j] for j in own], groups, [careful[k] for k in groups], decay)
+        self.plan = Plan(columns.take(own), groups, [careful[k] for k in groups], decay)
         return self.plan
 
     def gradients(self, optimizer: Optimizer, placed: dict[int, Tensor] | None) -> list[Tensor] | None:
@@ -256,12 +253,12 @@ class Work:
             else:
                 foreach_(params, gradients, exp_avgs, row)
         for own in self.foreach_cpu.values():
-            mode, group = self.modes[own[0]], groups[self.groups[own[0]]]
+            group = groups[self.groups[own[0]]]
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
-            extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
+            extras = [e for e in (columns.extras[j] for j in own) if e is not None]
             # numbers, also of tensors on another device than these
             row = Row._make(map(float, _scaled(row_of(group), factor)))
-            update_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
+            update_(params, gradients, exp_avgs, extras, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
     def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:
@@ -273,7 +270,7 @@ class Work:
             row = Row._make(t.to(p.device) if isinstance(t, Tensor) else t for t in row)
             mean = partial(global_mean, self.params[j]) if is_sharded(self.params[j]) else torch.mean
             plain_(
-                p, g, m, columns.extras[j], self.modes[j], row, columns.scales[j],
+                p, g, m, columns.extras[j], row, columns.scales[j],
                 differentiable=group["differentiable"], mean=mean,
             )  # fmt: skip
 

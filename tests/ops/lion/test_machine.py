@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.lion.definition import REMAINDER, Row, dequantize, join, quantize_, reference, scales_for
+from onepass.ops.lion.definition import Row, dequantize, join, quantize_, reference, scales_for
 from onepass.optim import Lion, clip_grad_norm
-from onepass.optim.options import mode_of
+from onepass.optim.options import has_remainder
 
 F64, F32, F16, BF16, C64 = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64
 # the interpreter converts to bf16 otherwise than a GPU; there it is about launches, so that all takes their way
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
     def _value(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The number that a weight and what is kept beside it stand for."""
         rest = self.optimizer.state.get(p, {}).get("remainder")
-        joined = rest is not None and mode_of(p, group) == REMAINDER
+        joined = rest is not None and has_remainder(p, group)
         return _reals(join(p.detach(), rest) if joined else p.detach()).double().clone()  # type: ignore[arg-type]
 
     def _momentum(self, p: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class Machine(RuleBasedStateMachine):
         u, size = momentum * beta1 + g * (1 - beta1), momentum.abs() * beta1 + g.abs() * (1 - beta1)
         sure = (u.abs() > 1e-5 * size) | (size == 0)
         if cautious == 1 or bool(sure.all()):
-            ulp = 2.0**-22 if mode_of(p, group) == REMAINDER else (1 + INTERPRET) * ULP[p.dtype]
+            ulp = 2.0**-22 if has_remainder(p, group) else (1 + INTERPRET) * ULP[p.dtype]
             assert _near(self._value(p, group)[sure], want[sure], ulp, p.dtype)
         if now.dtype == torch.int8:
             codes, scales = torch.zeros_like(now), torch.zeros_like(state["exp_avg_scale"])

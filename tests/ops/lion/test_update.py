@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lion_params import update_lists_
 from onepass.core.launch import INTERPRET
-from onepass.ops.lion.definition import NONE, REMAINDER, Row, join, reference, split
+from onepass.ops.lion.definition import Row, join, reference, split
 from onepass.ops.lion.torch_path import SMALL, TILE, update_
 
 # with β1 = 0.9 some 16-bit numbers are exact ties, g = −9·m, whose sign is a matter of rounding
@@ -34,22 +34,22 @@ def assert_near(got: Tensor, want: Tensor, ulp: float) -> None:
 
 
 def check_step(
-    dtypes: tuple[torch.dtype, ...], mode: int, shapes: list[tuple[int, ...]], device: str = "cpu", offset: int = 0
+    dtypes: tuple[torch.dtype, ...], rest: bool, shapes: list[tuple[int, ...]], device: str = "cpu", offset: int = 0
 ) -> None:
     def make(dtype: torch.dtype, scale: float) -> list[Tensor]:
         flat = [(torch.randn(math.prod(s) + offset) * scale).to(device, dtype)[offset:] for s in shapes]
         return [t.view(s) for t, s in zip(flat, shapes, strict=True)]
 
     params, grads, momenta = make(dtypes[0], 1.0), make(dtypes[1], 1.0), make(dtypes[2], 0.1)
-    extras = [torch.zeros(s, dtype=torch.int16, device=device) for s in shapes] if mode == REMAINDER else []
+    extras = [torch.zeros(s, dtype=torch.int16, device=device) for s in shapes] if rest else []
     groups = [i % 2 for i in range(len(shapes))]
     want = [expected(p, g, m, HYPER[k]) for p, g, m, k in zip(params, grads, momenta, groups, strict=True)]
-    update_lists_(params, grads, momenta, extras, groups, [Row(*row) for row in HYPER.tolist()], mode)
+    update_lists_(params, grads, momenta, extras, groups, [Row(*row) for row in HYPER.tolist()])
     # interpreted conversions to 16 bits truncate
     factor = 2.0 if INTERPRET else 1.0
     for i, (new_p, new_m) in enumerate(want):
         assert_near(momenta[i], new_m, factor * HALF_ULP[dtypes[2]])
-        if mode == REMAINDER:
+        if rest:
             assert_near(join(params[i], extras[i]), new_p, 2.0**-23)
         else:
             assert_near(params[i], new_p, factor * HALF_ULP[dtypes[0]] + 2.0**-23)
@@ -65,7 +65,7 @@ MIXES = [m for m in itertools.product((F32, F16, BF16), repeat=3) if not (INTERP
 )
 @pytest.mark.parametrize("dtypes", MIXES, ids=lambda d: "-".join(str(t)[6:] for t in d))
 def test_every_dtype_mix_and_alignment(dtypes: tuple[torch.dtype, ...], device: str, offset: int) -> None:
-    check_step(dtypes, NONE, SHAPES if device == "cpu" else [*SHAPES, (70_000,)], device, offset)
+    check_step(dtypes, False, SHAPES if device == "cpu" else [*SHAPES, (70_000,)], device, offset)
 
 
 @pytest.mark.parametrize("shape", [(), (5,)])
@@ -74,7 +74,7 @@ def test_remainder_beside_a_float64_gradient(shape: tuple[int, ...]) -> None:
     p, g = torch.randn(shape).to(torch.bfloat16), torch.randn(shape, dtype=torch.float64)
     m, extra = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int16)
     want, new = expected(p, g, m, HYPER[0])
-    update_([p], [g], [m], [extra], REMAINDER, ROW)
+    update_([p], [g], [m], [extra], ROW)
     torch.testing.assert_close(join(p, extra), want.float())
     torch.testing.assert_close(m, new)
 
@@ -82,13 +82,13 @@ def test_remainder_beside_a_float64_gradient(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("momentum", [F32, F16] if INTERPRET else [F32, BF16])
 def test_remainder(momentum: torch.dtype) -> None:
     # the kernel handles a bf16 parameter as integers, so that this holds under the interpreter too
-    check_step((BF16, F16 if INTERPRET else BF16, momentum), REMAINDER, SHAPES)
+    check_step((BF16, F16 if INTERPRET else BF16, momentum), True, SHAPES)
 
 
 @pytest.mark.interpret
 def test_interpreted_kernel_finds_every_tensor_of_a_crowded_map() -> None:
     # 40 tensors within the first span of 32 tiles, then one that crosses spans
-    check_step((F32, F32, F32), NONE, [(7 + i,) for i in range(40)] + [(40 * 1024 + 3,), (1,)])
+    check_step((F32, F32, F32), False, [(7 + i,) for i in range(40)] + [(40 * 1024 + 3,), (1,)])
 
 
 # what a C++ compiler makes of it has nothing to do with Triton's interpreter
@@ -98,9 +98,9 @@ def test_together_is_one_at_a_time_bit_for_bit(compiled: bool) -> None:
     sizes = [TILE + SMALL + 13, SMALL, SMALL - 1, 1, 0, 63, 64, 65, 1000]
     params, grads, momenta = ([torch.randn(n) for n in sizes] for _ in range(3))
     together = [p.clone() for p in params], [m.clone() for m in momenta]
-    update_(together[0], grads, together[1], [], 0, ROW, compiled=compiled)
+    update_(together[0], grads, together[1], [], ROW, compiled=compiled)
     for i in range(len(sizes)):
-        update_([params[i]], [grads[i]], [momenta[i]], [], 0, ROW, compiled=compiled)
+        update_([params[i]], [grads[i]], [momenta[i]], [], ROW, compiled=compiled)
         assert torch.equal(params[i], together[0][i])
         assert torch.equal(momenta[i], together[1][i])
 

@@ -75,9 +75,6 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
-# what is stored beside a 16-bit parameter; MODE of the kernels
-NONE, REMAINDER = 0, 1
-
 # elements of an int8 momentum that share a scale, in the order of memory
 INT8_BLOCK = 256
 # range of the scales: their reciprocals are normal numbers
@@ -85,22 +82,19 @@ INT8_SCALES = (2.0**-120, 2.0**120)
 INT8_NAN = -128
 
 
-def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
-    """Return the full-precision parameter; p itself if it already is."""
-    if mode == REMAINDER and extra is not None:
-        return join(p, extra).to(dtype)
-    return p.to(dtype)
+def widen(p: Tensor, extra: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the full-precision parameter, with the remainder `extra` of a bf16 one; p itself if it already is."""
+    return p.to(dtype) if extra is None else join(p, extra).to(dtype)
 
 
-def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
+def narrow_(p: Tensor, extra: Tensor | None, value: Tensor) -> None:
     """Round the full-precision parameter and store it in p and extra."""
-    if mode == REMAINDER and extra is not None:
+    if extra is not None:
         # a float64 gradient or momentum makes value float64, but the pair holds an fp32 number
         high, low = split(value.float())
         p.copy_(high)
         extra.copy_(low)
-        return
-    if value is not p:
+    elif value is not p:
         p.copy_(value)
 
 

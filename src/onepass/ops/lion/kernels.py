@@ -13,8 +13,6 @@ from onepass.core.launch import INTERPRET, sm_count
 from onepass.core.launch import launch as launch_kernel
 from onepass.ops._shared.kernels_memory import load
 
-from .definition import REMAINDER
-
 # a code means (|code| / 127)^4 of the scale; kernels raise code / 256, which is exact, and multiply the scale by LEVELS
 LEVELS = tl.constexpr((256 / 127) ** 4)
 
@@ -193,7 +191,7 @@ def agreement(
 
 @triton.jit
 def update_tile(
-    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is REMAINDER
+    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is 1: beside a remainder
     g_ptr,  # (n,) gradient
     m_ptr,  # (n,) momentum, or its int8 codes
     e_ptr,  # (n,) int16 remainder; unused in the other mode
@@ -469,7 +467,7 @@ def launch(
     """
     p_type, g_type, m_type = (TYPES[t] for t in of.dtypes)
     e_type = p_type
-    if of.mode == REMAINDER:
+    if of.remainder:
         p_type = e_type = "i16"
     block, tiles, num_warps, stream = of.shape
     counts = (False,)
@@ -485,7 +483,7 @@ def launch(
             ),
             (len(of.sizes), n_groups),
             (
-                p_type, g_type, m_type, e_type, of.mode, of.aligned, agreed is not None, of.cautious_decay,
+                p_type, g_type, m_type, e_type, int(of.remainder), of.aligned, agreed is not None, of.cautious_decay,
                 grad_scale is not None, clip is not None, found_inf is not None, count, stream, of.span, block,
                 tiles, PTX,
             ),

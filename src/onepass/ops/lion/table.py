@@ -83,7 +83,7 @@ def pack_rows(rows: Sequence[Row]) -> Rows:
 
 
 class Columns(NamedTuple):
-    """Parallel lists of tensors: parameters, gradients, momenta, extras of the mode, scales of int8 momenta."""
+    """Parallel lists of tensors: parameters, gradients, momenta, remainders of parameters, scales of int8 momenta."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -106,7 +106,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 class Launch:
-    """The tensors of one device, dtype combination, mode, alignment and caution: one kernel launch per step.
+    """The tensors of one device, dtypes, alignment and caution, with or without remainders: one launch per step.
 
     Attributes:
         where: places of the tensors in the plan's columns.
@@ -117,12 +117,12 @@ class Launch:
         self,
         device: torch.device,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-        mode: int,
+        remainder: bool,
         aligned: bool,
         cautious: bool,
         cautious_decay: bool,
     ) -> None:
-        self.device, self.dtypes, self.mode, self.aligned = device, dtypes, mode, aligned
+        self.device, self.dtypes, self.remainder, self.aligned = device, dtypes, remainder, aligned
         self.cautious, self.cautious_decay = cautious, cautious_decay
         self.where: list[int] = []
         self.sizes: list[int] = []
@@ -252,7 +252,6 @@ class Plan:
     def __init__(
         self,
         columns: Columns,
-        modes: Sequence[int],
         groups: Sequence[int],
         cautious: Sequence[bool] | None = None,
         cautious_decay: bool = False,
@@ -267,7 +266,7 @@ class Plan:
             aligned = not (_address(p) | _address(g) | _address(m) | _address(e) | _address(s)) & 15
             dtypes = (REAL.get(p.dtype, p.dtype), REAL.get(g.dtype, g.dtype), REAL.get(m.dtype, m.dtype))
             careful = cautious is not None and cautious[i]
-            key = (p.device, dtypes, modes[i], aligned, careful)
+            key = (p.device, dtypes, e is not None, aligned, careful)
             if key not in launches:
                 launches[key] = Launch(*key, cautious_decay)
             launch = launches[key]

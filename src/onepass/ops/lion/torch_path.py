@@ -26,7 +26,7 @@ def accumulator(*tensors: Tensor) -> torch.dtype:
 
 
 def plain_(
-    p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, scales: Tensor | None = None, *,
+    p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, row: Row, scales: Tensor | None = None, *,
     differentiable: bool = False, mean: Callable[[Tensor], Tensor] = torch.mean,
 ) -> None:  # fmt: skip
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
@@ -40,8 +40,8 @@ def plain_(
     dtype = accumulator(p, g, m)
     # autograd saves factors of products; clone them, as the writes below are in place
     p_now, m_now = (p.clone(), m.clone()) if differentiable else (p, m)
-    new_p, new_m = reference(widen(p_now, extra, mode, dtype), g.to(dtype), m_now.to(dtype), row, mean)
-    narrow_(p, extra, mode, new_p)
+    new_p, new_m = reference(widen(p_now, extra, dtype), g.to(dtype), m_now.to(dtype), row, mean)
+    narrow_(p, extra, new_p)
     if scales is None:
         m.copy_(new_m)
     else:
@@ -49,15 +49,15 @@ def plain_(
 
 
 @functools.cache
-def one_pass(mode: int, cautious_decay: bool) -> Callable[..., None]:
-    """Return the compiled update of one mode: of (p, g, m, extra, hyper), vectors, in place.
+def one_pass(cautious_decay: bool) -> Callable[..., None]:
+    """Return the compiled update of (p, g, m, extra, hyper), vectors, in place.
 
     hyper: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor in the compute dtype. The first call with each
     combination of dtypes takes seconds and needs a C++ compiler. Other lengths and hyperparameters reuse the code.
     """
 
     def update_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, hyper: Tensor) -> None:
-        plain_(p, g, m, extra, mode, Row(*hyper.unbind(), cautious_decay=cautious_decay))  # type: ignore[misc, arg-type]
+        plain_(p, g, m, extra, Row(*hyper.unbind(), cautious_decay=cautious_decay))  # type: ignore[misc, arg-type]
 
     return torch.compile(update_, dynamic=True)
 
@@ -102,26 +102,26 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(first, len(sizes))
 
 
-# update vectors (parameter, gradient, momentum, extra) in place
-Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], None]
+# update vectors (parameter, gradient, momentum and, if there is one, extra) in place
+Advance = Callable[..., None]
 
 
-def _in_tiles(mode: int, row: Row, room: Tensor) -> Advance:
-    def tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None) -> None:
-        wide_p, wide_m = widen(p, extra, mode, room.dtype), m.to(room.dtype)
+def _in_tiles(row: Row, room: Tensor) -> Advance:
+    def tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None = None) -> None:
+        wide_p, wide_m = widen(p, extra, room.dtype), m.to(room.dtype)
         _advance_(wide_p, g.to(room.dtype), wide_m, row, room[: p.numel()])
-        narrow_(p, extra, mode, wide_p)
+        narrow_(p, extra, wide_p)
         if wide_m is not m:
             m.copy_(wide_m)
 
     return tile_
 
 
-def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
-    update = one_pass(mode, bool(row.cautious_decay))
+def _compiled(row: Row, dtype: torch.dtype) -> Advance:
+    update = one_pass(bool(row.cautious_decay))
     rest1, rest2 = row.rest1 * row.factor, row.rest2 * row.factor
     hyper = torch.tensor([row.lr, row.weight_decay, row.beta1, rest1, row.beta2, rest2], dtype=dtype, device="cpu")
-    return lambda p, g, m, extra: update(p, g, m, extra, hyper)
+    return lambda p, g, m, extra=None: update(p, g, m, extra, hyper)
 
 
 def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) -> None:
@@ -134,8 +134,7 @@ def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) ->
         for whole, column in zip(gathered, columns, strict=True):
             torch.cat(column[batch], out=whole)
         # elements behind the last tensor are updated too and then ignored
-        p, g, m, *extra = (room[: filled + -filled % grain] for room in rooms)
-        advance(p, g, m, extra[0] if extra else None)
+        advance(*(room[: filled + -filled % grain] for room in rooms))
         for j, column in enumerate(columns):
             if j != 1:  # all but the gradient
                 torch.split_with_sizes_copy(gathered[j], sizes[batch], out=column[batch])
@@ -146,14 +145,13 @@ def update_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     extras: Sequence[Tensor],
-    mode: int,
     row: Row,
     *,
     compiled: bool = False,
 ) -> None:
     """Update CPU tensors of one param group and one dtype combination in place.
 
-    A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
+    A parameter and its gradient, momentum and extra must share dense strides. `extras`, the remainders, may be none.
     `compiled` updates in one pass over memory and needs a C++ compiler.
     """
     grain = LANES * torch.get_num_threads()
@@ -162,9 +160,9 @@ def update_(
     dtype = accumulator(params[0], grads[0], exp_avgs[0])
     room = GATHERED if compiled else min(tile, max(*sizes, GATHERED))
     room = min(room, sum(sizes)) + grain
-    in_tiles = whole_advance = _in_tiles(mode, row, params[0].new_empty(room, dtype=dtype))
+    in_tiles = whole_advance = _in_tiles(row, params[0].new_empty(room, dtype=dtype))
     if compiled:
-        whole_advance, tile = _compiled(mode, row, dtype), max(sizes)
+        whole_advance, tile = _compiled(row, dtype), max(sizes)
     columns = [c for c in (params, grads, exp_avgs, extras) if c]
     short = [[vector(c[i]) for i, n in enumerate(sizes) if 0 < n < SMALL] for c in columns]
     for i, n in enumerate(sizes):
@@ -172,7 +170,7 @@ def update_(
             continue
         whole, flat = n - n % grain, [vector(c[i]) for c in columns]
         for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
-            whole_advance(piece[0], piece[1], piece[2], piece[3] if mode else None)
+            whole_advance(*piece)
         if whole < n:
             for column, v in zip(short, flat, strict=True):
                 column.append(v[whole:])
