@@ -110,7 +110,7 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        everywhere(monkeypatch, launch=launch, uses_triton=lambda x: True)
+        everywhere(monkeypatch, launch=launch, uses_triton=lambda *tensors: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [
             name for name, f in vars(node).items() if getattr(f, "__qualname__", "") == "replayed.<locals>.run"

@@ -42,8 +42,7 @@ def test_calls_reach_every_kernel(monkeypatch: pytest.MonkeyPatch, op: str) -> N
     def on_gpu(x: Any, *args: Any) -> bool:
         return bool(x.dtype != torch.float64)
 
-    everywhere(monkeypatch, launch=note, launch_specialized=note, uses_triton=on_gpu, on_triton=on_gpu,
-               sm_count=lambda x: 132)  # fmt: skip
+    everywhere(monkeypatch, launch=note, launch_specialized=note, uses_triton=on_gpu, sm_count=lambda x: 132)
     monkeypatch.setattr(torch.testing, "assert_close", lambda *args, **options: None)
     for _, call in calls.calls(op):
         call()

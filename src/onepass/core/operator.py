@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
 from .bind import bind
-from .register import register, register_backward, register_fake, there
+from .register import register, register_fake, there
 from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
 
 # written out for the operator's arguments, as eager calls run it: loops over them would take µs of each call
@@ -32,14 +32,6 @@ def gradients(ctx, run, {upstream} *_):
 """
 
 
-class Operator(NamedTuple):
-    """A differentiable call, and what it is registered as."""
-
-    call: Callable[..., Any]
-    forward_op: Any
-    backward_op: Any
-
-
 def listed(items: Iterable[Any]) -> str:
     """Return the items as Python writes a tuple without its brackets, each with a comma."""
     return "".join(f"{item}, " for item in items) or "()"
@@ -50,8 +42,8 @@ def operator(
     fake: Callable[..., Any], ways: Rule, of: tuple[str, ...] = (), fake_back: Callable[..., Any] | None = None,
     registered: str | None = None, check: Callable[..., None] = lambda *args: None,
     check_fake: Callable[..., None] | None = None, **bound: Any,
-) -> Operator:  # fmt: skip
-    """Return the operator of these functions.
+) -> tuple[Callable[..., Any], Any, Any]:  # fmt: skip
+    """Return the operator of these functions: a differentiable call, and the two that it is registered as.
 
     Args:
         name: of the public function, for messages.
@@ -112,20 +104,16 @@ def operator(
         (check_fake or check)(*args)
         return fake(*args)
 
-    named = f"{registered or name}_backward"
-    if needs:
-        backward_op = register_backward(named, backward, ways_back, tuple(graded))
-    else:
-        backward_op = register(named, backward, ways_back)
+    backward_op = register(f"{registered or name}_backward", backward, ways_back, len(needs))
 
-        def like_arguments(*args: Any) -> Any:
-            like = [args[i].new_empty(args[i].shape) for i in map(back.index, of)]
-            return like[0] if len(like) == 1 else tuple(like)
+    def like_arguments(*args: Any) -> Any:
+        given = zip((args[back.index(a)] for a in graded), args[-len(needs) :] if needs else of, strict=True)
+        found = [t.new_empty(t.shape) if need and t is not None else None for t, need in given]
+        return found[0] if len(of) == 1 else tuple(found)
 
-        register_fake(backward_op)(fake_back or like_arguments)
-
+    register_fake(backward_op)(fake_back or like_arguments)
     call = bind(
         name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
         save=names["save"], check=check, **{"gradients": names["gradients"], **bound},
     )  # fmt: skip
-    return Operator(call, forward_op, backward_op)
+    return call, forward_op, backward_op

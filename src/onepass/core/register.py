@@ -107,21 +107,3 @@ def register_fake(op: Any) -> Callable[[F], F]:
         return function
 
     return decorate
-
-
-def register_backward(name: str, function: Callable[..., Any], rule: Rule, of: tuple[str, ...]) -> Any:
-    """Return the operator `onepass::name` of a backward pass, and register its fake.
-
-    `function` returns the gradients of the arguments named in `of`. Its last arguments are bools: which of them are
-    needed. It may return None for the others.
-    """
-    names = list(inspect.signature(function).parameters)
-    op = register(name, function, rule, len(of))
-
-    @register_fake(op)
-    def _(*args: Any) -> tuple[Tensor | None, ...]:
-        likes = (args[names.index(a)] for a in of)
-        needed = zip(likes, args[-len(of) :], strict=True)
-        return tuple(like.new_empty(like.shape) if need and like is not None else None for like, need in needed)
-
-    return op

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from onepass.core.eager import outside_autocast
+from onepass.core.launch import uses_triton
 from onepass.core.sums import row_sum
 from onepass.ops.routing.definition import gather, score_backward, score_forward, widest, zero_padding
-from onepass.ops.routing.op import add_rows, as_bytes, on_triton
+from onepass.ops.routing.op import add_rows, as_bytes
 
 from . import branch
 from .plans import AttentionPlan, FeedForwardPlan
 
-
-def fits_one_program(d: int) -> bool:
-    """Return whether one program can hold a row of d columns."""
-    return d <= 4096
+# columns of the widest row that one program can hold
+WIDEST = 4096
 
 
 @outside_autocast  # a caller's would round the scores to 16 bits and thereby change the choice of tokens
@@ -50,7 +49,7 @@ def norm_forward(
     Scores are (batch, m) for a vector (d,), (R, batch, m) for vectors (R, d), None for None. `mask` (batch, n) is for
     calls without indices: a token that is False there counts as zeros, whatever it holds, and has no gradient.
     """
-    if not on_triton(x, weight, vectors):
+    if not uses_triton(x, weight, vectors):
         return _by_torch(x, indices, mask, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
     from .kernels_norm import forward
 
@@ -68,7 +67,7 @@ def norm_backward_into(
     (batch, ⌈tokens / stride⌉) is added to ds at each `stride`-th token, for the first vector alone.
     `residual`, in the shape of dx and contiguous, is added to dx.
     """
-    if on_triton(x, weight, vectors):
+    if uses_triton(x, weight, vectors):
         from . import kernels_norm
 
         (dx,) = kernels_norm.backward(
@@ -114,7 +113,7 @@ def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor |
     """
     width = x.shape[-1] + (0 if vectors is None else vectors.numel()) + more
     programs = 1
-    if on_triton(x, weight, vectors):
+    if uses_triton(x, weight, vectors):
         from . import kernels_norm
 
         programs = kernels_norm.programs(x, rows, x.shape[-1])

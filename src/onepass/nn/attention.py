@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.core.eager import plain
 from onepass.fused.attention import routed_attention, with_keys
-from onepass.fused.norms import fits_one_program
+from onepass.fused.norms import WIDEST
 from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import rotary, span_attention
@@ -257,7 +257,7 @@ class RoutedAttention(Layer):
 
     def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
-        if not (x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
+        if not (x.numel() and self.k_q and self.k_kv and x.shape[-1] <= WIDEST):
             return None
         parts = parts_of(self, *_PARTS)
         # subclasses, as FSDP2 makes them, and hooks of the layer itself see the same inputs and outputs either way

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.core.eager import plain
 from onepass.fused.feed_forward import routed_feed_forward
-from onepass.fused.norms import fits_one_program
+from onepass.fused.norms import WIDEST
 from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
@@ -213,7 +213,7 @@ class RoutedFeedForward(Routed):
 
     def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
-        if not (x.numel() and self.k and fits_one_program(x.shape[-1])):
+        if not (x.numel() and self.k and x.shape[-1] <= WIDEST):
             return None
         parts = parts_of(self, *_PARTS)
         if not as_written(parts, _KINDS.get(type(parts[0]))):

@@ -38,8 +38,10 @@ def path(x: Tensor) -> tuple[str, str]:
     return "torch", f"device {x.device.type} has no Triton path"
 
 
-def uses_triton(x: Tensor) -> bool:
-    """Return whether a tensor like x goes to the Triton kernels: `path` without its reason, for every call."""
+def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether tensors like these go to the Triton kernels: `path` without its reason, for every call."""
     # the interpreter reads memory
     there = x.is_cuda or (INTERPRET and not is_fake(x))
-    return there and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
+    if not there or x.dtype == torch.float64 or BACKEND == "torch" or not triton_installed():
+        return False
+    return not others or not [t for t in others if t is not None and t.dtype == torch.float64]

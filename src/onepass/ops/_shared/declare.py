@@ -61,16 +61,6 @@ MASK = Role(Tensor | None, "_mask({op!r}, {a}, {rows})", "_mask_rows({a}, {rows}
 RESULT_DTYPE = Role(torch.dtype | None, "_result_dtype({op!r}, {a!r}, {a})")
 
 
-class Declared(NamedTuple):
-    """A declared operator; `call` serves its public function and takes the arguments in the order declared."""
-
-    call: Callable[..., Any]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    forward_op: Any
-    backward_op: Any
-
-
 # written out for the operator's arguments, as that of `core.operator`
 _PROGRAM = """
 def check({given}):
@@ -97,8 +87,10 @@ def declare(
     name: str, roles: Mapping[str, Role], way: Callable[..., Any], *,
     result: Callable[..., tuple[Any, torch.dtype]] = lambda rows, *_: (rows.shape, rows.dtype),
     state: Callable[..., int] | None = None, replay: bool = False,
-) -> Declared:  # fmt: skip
-    """Return the operator `name`: its arguments are tensors with gradients, other tensors, options.
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Any, Any]:  # fmt: skip
+    """Return the operator `name`: what its public function calls, forward and backward, and both as registered.
+
+    Its arguments are tensors with gradients, other tensors, options, and the call takes them in this order.
 
     Args:
         name: of the public function.
@@ -184,4 +176,4 @@ def declare(
         vmap_forward=rows_at_once, vmap_backward=rows_back_at_once,
     )  # fmt: skip
     names["bound"] = bound
-    return Declared(names["call"] if per_row else bound, forward, backward, forward_op, backward_op)
+    return names["call"] if per_row else bound, forward, backward, forward_op, backward_op

@@ -26,13 +26,12 @@ def _width(n_iters: int, *rest: Any) -> int:
     return 2 * n_iters if rest[-1] else 0
 
 
-_operator = declare(
+_call, forward, backward, forward_op, backward_op = declare(
     "coor_descent",
     {"scores": ROWS, "k": COUNT, "mask": MASK, "n_iters": Role(int), "eps": Role(float), "eps_init": Role(float),
      "eps_decay": Role(float), "want_trace": Role(bool)},
     _way, state=_width,
 )  # fmt: skip
-_call, forward, backward, forward_op, backward_op = _operator
 
 
 def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:

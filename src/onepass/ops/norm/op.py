@@ -131,10 +131,6 @@ Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tens
 InDims = tuple[int | None, ...]
 
 
-def _on_triton(*rows: Tensor | None) -> bool:
-    return uses_triton(rows[0]) and all(t is None or t.dtype != torch.float64 for t in rows)  # type: ignore[arg-type]
-
-
 def _table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table:
     found = table(x.shape, bias if weight is None else weight)
     assert found is not None
@@ -149,7 +145,7 @@ def _forward(
     o = Options(*options)
     if not x.numel():
         return _shapes(x, residual, o)
-    if _on_triton(x, residual, gate):
+    if uses_triton(x, residual, gate):
         from . import launch
 
         of_rows = _table(x, weight, bias)
@@ -171,7 +167,7 @@ def _forward(
         stats.copy_(found[4])  # type: ignore[arg-type]
         return found[0]
 
-    normalise = by_kernels if _on_triton(s) and not o.stable else definition.normalised
+    normalise = by_kernels if uses_triton(s) and not o.stable else definition.normalised
     y = definition.forward(s, gate, weight, bias, o, x.dtype, normalise)
     return y, None if residual is None else s, None, None, stats
 
@@ -208,7 +204,7 @@ def _backward(
         empty = zip((x, gate, weight, bias), need, strict=True)
         dx, dz, dw, db = (None if t is None or not wanted else t.new_zeros(t.shape) for t, wanted in empty)
         return dx, dz, dw, db, None
-    if _on_triton(x, gate):
+    if uses_triton(x, gate):
         from . import launch
 
         of_rows = _table(x, weight, bias)
@@ -216,7 +212,7 @@ def _backward(
             # kernels read memory by address; a batching rule may pass a strided view
             return launch.backward(dy, ds, x, gate, stats.contiguous(), weight, bias, of_rows, o, x_dtype, need)
     normalise: Callable[..., Tensor] = definition.normalised
-    if _on_triton(x) and not o.stable:
+    if uses_triton(x) and not o.stable:
         from . import launch
 
         # a plain call of rows that are too wide for this ends here

@@ -79,10 +79,6 @@ def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
             raise ValueError(f"{OP}: positions must be from 0 to {count - 1}; got {low} to {high}")
 
 
-def _on_triton(q: Tensor, *others: Tensor | None) -> bool:
-    return uses_triton(q) and not any(t is not None and t.dtype == torch.float64 for t in others)
-
-
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
     positions: Tensor | None, eps: float, offset: float, interleaved: bool,
@@ -90,7 +86,7 @@ def _forward(
     if not q.numel() or not k.numel():
         return _empty(q, k)
     rest = cos, sin, positions, eps, offset, interleaved
-    if _on_triton(q, k, q_weight, k_weight, cos, sin):
+    if uses_triton(q, k, q_weight, k_weight, cos, sin):
         if q.shape[-1] <= MAX_HEAD:
             from . import kernels
 
@@ -124,7 +120,7 @@ def _backward(
     if not q.numel() or not k.numel():
         tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
         return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
-    if q.shape[-1] <= MAX_HEAD and _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
+    if q.shape[-1] <= MAX_HEAD and uses_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
         from . import kernels
 
         return kernels.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)

@@ -75,11 +75,6 @@ def _check_scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Ten
         check.same_device(op, "gates", gates, "y", y)
 
 
-def on_triton(*tensors: Tensor | None) -> bool:
-    """Return whether kernels take all of these tensors; None is ignored."""
-    return all(t is None or uses_triton(t) for t in tensors)
-
-
 def as_bytes(mask: Tensor | None) -> Tensor | None:
     """Return a mask as kernels take it: contiguous, uint8."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
@@ -93,7 +88,7 @@ def add_rows(
     With `shift` (d,), contiguous, it adds gates·(update − shift).
     """
     if not is_fake(y) and indices.numel() and y.numel():
-        way = _kernels() if on_triton(y, update, gates) else definition
+        way = _kernels() if uses_triton(y, update, gates) else definition
         gates = gates if gates is None else gates.contiguous()
         way.add_rows(y, update.contiguous(), gates, indices.contiguous(), shift)
     return ()
@@ -111,7 +106,7 @@ def scatter_backward(
             torch.zeros_like(update, memory_format=torch.contiguous_format) if need_update else None,
             None if gates is None or not need_gates else gates.new_zeros(gates.shape),
         )
-    way = _kernels() if on_triton(d_y, update, gates) else definition
+    way = _kernels() if uses_triton(d_y, update, gates) else definition
     gates = gates if gates is None else gates.contiguous()
     rows = d_y.reshape(len(indices), -1, d_y.shape[-1])
     found = way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)

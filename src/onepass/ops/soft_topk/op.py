@@ -28,11 +28,10 @@ def _way(scores: Tensor, *numbers: Any) -> Any:
     return _kernels() if uses_triton(scores) and _kernels().holds(scores, numbers[-1]) else definition
 
 
-_operator = declare(
+_call, forward, backward, forward_op, backward_op = declare(
     "soft_topk", {"scores": ROWS, "k": COUNT, "eps": PER_ROW, "mask": MASK, "kind": Role(int)}, _way,
     state=lambda kind: 2,
 )  # fmt: skip
-_call, forward, backward, forward_op, backward_op = _operator
 
 
 def backward_chosen(

@@ -19,18 +19,16 @@ _kernels = functools.cache(lambda: import_module(".kernels", __package__))
 
 
 def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Any:
-    # kernels sum in fp32, so float64 takes the definition
-    return _kernels() if uses_triton(x) and weight.dtype != torch.float64 else definition
+    return _kernels() if uses_triton(x, weight) else definition
 
 
 def _result(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> tuple[torch.Size, torch.dtype]:
     return x.shape[:-1] + weight.shape[:-1], out_dtype or torch.promote_types(x.dtype, weight.dtype)
 
 
-_operator = declare(
+_call, forward, backward, forward_op, backward_op = declare(
     "weighted_sum", {"x": SUMMED, "weight": VECTORS, "out_dtype": RESULT_DTYPE}, _way, result=_result, replay=True
 )
-_call, forward, backward, forward_op, backward_op = _operator
 
 
 def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
