@@ -176,11 +176,6 @@ def test_a_strangers_checkpoint(good: Path, tmp_path: Path, name: str):
     assert re.search(message, not_loaded(strangers(good, **changes), tmp_path / "strange"))
 
 
-def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path):
-    (tmp_path / checkpoint.NAME).write_bytes(strangers(good, config={"dim": 2**14, "blocks": 256, "task": "causal"}))
-    refused("generate", tmp_path, "--prompt", "a")
-
-
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_configuration_is_compared(good: Path, tmp_path: Path, data: st.DataObject):
