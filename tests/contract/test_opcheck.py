@@ -16,7 +16,6 @@ from harness import DEVICES, SPECS, build, floats, gradients, largest_small, mak
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import expert_order, experts
-from onepass.ops.topk.op import select_op
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 
@@ -73,7 +72,6 @@ def _runs() -> Iterator[tuple[str, Callable[[Make], Any], bool]]:
     for gated in (False, True):
         yield f"experts-{gated}", partial(_experts, gated), False
         yield f"choice-{gated}", partial(_choice, ("sigmoid", "softmax")[gated]), gated
-    yield "select", lambda make: select_op(make(3, 10), make(3, 10) > 0, None, None, 4, True, True, False), False
 
 
 RUNS = {name: (run, slow) for name, run, slow in _runs()}

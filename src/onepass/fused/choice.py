@@ -58,7 +58,7 @@ def decide(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
         return op_topk.choose(scores, how.k, how.eps, mask, kind, how.hard)[1:]
     counts = row_counts(how.share, mask)
     soft = soft_topk.soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=how.eps, mask=mask, kind=kind)
-    _, best, *_ = op_topk.select_op(scores.detach(), mask, None, None, how.k, True, True, False)
+    best = op_topk.choose(scores.detach(), how.k, how.eps, mask, kind, True).indices
     indices = first_of_each(best, counts)
     if how.hard:
         return indices, op_topk.gates(soft, indices)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import onepass
 from onepass.ops.topk import plan
-from onepass.ops.topk.op import choose, select_op
+from onepass.ops.topk.op import choose
 from topk_plans import expected, shrink
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -57,7 +57,7 @@ def _nans(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def compare(n: int, k: int, device: str) -> None:
     for name, s, mask in kinds_of_rows(n, device):
-        assert torch.equal(select_op(s, mask, None, None, k, True, True, False)[1], expected(s, k, mask=mask)[1]), (
+        assert torch.equal(onepass.topk(s, k, mask=mask).indices, expected(s, k, mask=mask)[1]), (
             f"{name}, n = {n}, k = {k}"
         )
 
@@ -162,7 +162,7 @@ def test_kernels_on_gpu(n: int, k: int) -> None:
 def test_more_than_2_to_the_31_elements() -> None:
     rows, n = 140000, 16384
     s = torch.randn(1, n, device="cuda", dtype=torch.bfloat16).expand(rows, n).contiguous()
-    indices = select_op(s, None, None, None, 40, True, True, False)[1]
+    indices = onepass.topk(s, 40).indices
     assert torch.equal(indices[:1], expected(s[:1], 40)[1])
     assert torch.equal(indices[-1], indices[0])
     assert torch.equal(indices[rows // 2], indices[0])

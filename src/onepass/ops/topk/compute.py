@@ -28,22 +28,6 @@ def rows_of(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: 
     return kernels_select.Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
 
 
-def select(
-    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
-    is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return values and indices of the k largest valid scores; narrow: int32 indices. No checks, no autograd."""
-    if uses_triton(scores):
-        from . import kernels_select
-
-        found = kernels_select.select(
-            rows_of(scores, mask, start, lengths, largest), k, is_sorted, index_dtype=index_dtype(narrow),
-            lead=tuple(scores.shape[:-1]),
-        )  # fmt: skip
-        return found.values, found.indices
-    return definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow))
-
-
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
     eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
@@ -61,10 +45,8 @@ def forward(
 
         found = kernels_select.select(
             rows_of(scores, mask, start, lengths, largest), k, is_sorted,
-            None if soft is None else soft.view(-1, scores.shape[-1]), True, index_dtype(narrow),
-            tuple(scores.shape[:-1]),
+            None if soft is None else soft.view(-1, scores.shape[-1]), index_dtype(narrow), tuple(scores.shape[:-1]),
         )  # fmt: skip
-        assert found.gates is not None
         return found.values, found.gates, found.indices, state
     values, indices = definition.select(
         scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow)
@@ -119,4 +101,4 @@ def backward(
     return ds, of_eps
 
 
-__all__ = ["backward", "forward", "index_dtype", "rows_of", "select"]
+__all__ = ["backward", "forward", "index_dtype", "rows_of"]

@@ -42,11 +42,11 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Indices (…, k) of the k largest, then -1, their scores, and their gates if asked for."""
+    """Indices (…, k) of the k largest, then -1, their scores and gates."""
 
     indices: Tensor
     values: Tensor
-    gates: Tensor | None
+    gates: Tensor
 
 
 class _Survivors(NamedTuple):
@@ -172,34 +172,32 @@ def _merged(
 
 
 def select(
-    rows: Rows, k: int, is_sorted: bool = True, soft: Tensor | None = None, gated: bool = False,
-    index_dtype: torch.dtype = torch.int64, lead: tuple[int, ...] | None = None,
+    rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...],
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Found:  # fmt: skip
-    """Select the k largest of each row; results are (*lead, k), default (rows, k).
+    """Select the k largest of each row; results are (*lead, k).
 
-    is_sorted: best first, else ascending indices. gated adds gates: 1, or those of soft (rows, n), contiguous.
+    is_sorted: best first, else ascending indices. Gates are 1, or those of soft (rows, n), contiguous.
     out: contiguous values and indices to write to.
     """
     s = rows.s
     n_rows, n_cols = s.shape
-    lead = (n_rows,) if lead is None else lead
     if k > n_cols:
         # select n, then pad
-        found = select(rows, n_cols, is_sorted, soft, gated, index_dtype, lead)
+        found = select(rows, n_cols, is_sorted, soft, index_dtype, lead)
         more = (0, k - n_cols)
         values = pad(found.values, more, value=-math.inf if rows.largest else math.inf)
         indices = pad(found.indices, more, value=-1)
         if out is not None:
             values, indices = out[0].copy_(values), out[1].copy_(indices)
-        return Found(indices, values, None if found.gates is None else pad(found.gates, more))
+        return Found(indices, values, pad(found.gates, more))
     size = (*lead, k)
     if out is None:
         values = torch.empty(size, dtype=s.dtype, device=s.device)
         indices = torch.empty(size, dtype=index_dtype, device=s.device)
     else:
         values, indices = out
-    gates = torch.empty(size, dtype=s.dtype, device=s.device) if gated else None
+    gates = torch.empty(size, dtype=s.dtype, device=s.device)
     if not values.numel():
         return Found(indices, values, gates)
     results = indices, s, soft, values, gates

@@ -215,7 +215,7 @@ class Results(NamedTuple):
     y_ptr: Any  # soft gates like s; None: the gates are 1
     index_ptr: Any  # int32 or int64: columns, then -1
     value_ptr: Any  # like s
-    gate_ptr: Any  # like s, or None
+    gate_ptr: Any  # like s
 
 
 @triton.jit
@@ -234,13 +234,12 @@ def deliver(to, index, at, wanted, nan, s_row, y_row, LARGEST: tl.constexpr, sco
         again = found & ((score == 0.0) | (score != score))
         value = tl.where(again, tl.load(to.s_ptr + s_row + index, mask=again, other=missing), value)
     tl.store(to.value_ptr + at, value, mask=wanted)
-    if to.gate_ptr is not None:
-        if to.y_ptr is None:
-            # the gates of a row with a NaN are NaN
-            gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
-        else:
-            gate = tl.load(to.y_ptr + y_row + index, mask=found, other=0.0)
-        tl.store(to.gate_ptr + at, gate.to(to.gate_ptr.dtype.element_ty), mask=wanted)
+    if to.y_ptr is None:
+        # the gates of a row with a NaN are NaN
+        gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
+    else:
+        gate = tl.load(to.y_ptr + y_row + index, mask=found, other=0.0)
+    tl.store(to.gate_ptr + at, gate.to(to.gate_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.constexpr_function
@@ -299,7 +298,7 @@ def sort_kernel(
     s_ptr,  # (n_rows, n_cols) scores
     y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
     value_ptr,  # (n_rows, k) scores of the survivors, like s
-    gate_ptr,  # (n_rows, k) gates of the survivors, like s, or None
+    gate_ptr,  # (n_rows, k) gates of the survivors, like s
     s_row_stride,
     n_rows,
     n_cols,

@@ -71,7 +71,7 @@ def narrow_kernel(
     index_ptr,  # (n_rows, k) int32 or int64: columns, then -1
     y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
     value_ptr,  # (n_rows, k) like s
-    gate_ptr,  # (n_rows, k) like s, or None
+    gate_ptr,  # (n_rows, k) like s
     s_row_stride,  # in UNITs, like n_cols
     mask_row_stride,
     start_stride,
@@ -147,7 +147,7 @@ def whole_kernel(
     index_ptr,  # (n_rows, k) int32 or int64: columns, then -1; at first survivors' columns in int32
     y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
     value_ptr,  # (n_rows, k) like s
-    gate_ptr,  # (n_rows, k) like s, or None
+    gate_ptr,  # (n_rows, k) like s
     s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
     mask_row_stride,
     start_stride,

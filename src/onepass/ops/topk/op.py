@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import register_vmap
 
 from onepass.core import check
-from onepass.core.bind import batch_first
 from onepass.core.eager import plain
 from onepass.core.launch import replayed, uses_triton
 from onepass.core.operator import operator
-from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
@@ -39,11 +36,6 @@ def forward_ways(
     ]
 
 
-def select_ways(scores: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard scores, mask, start and lengths, with values and indices."""
-    return [(made[:2], (d, *at)) for made, (d, _, *at) in forward_ways(scores, None, mask, start, lengths)]
-
-
 class TopK(NamedTuple):
     """The result of :func:`topk`; every tensor is ``(..., k)``."""
 
@@ -58,38 +50,6 @@ class TopK(NamedTuple):
         Of rows along another dimension than the last, it is ``(top.indices >= 0).sum(dim)``.
         """
         return (self.indices >= 0).sum(-1)
-
-
-select_op = register("topk_select", compute.select, select_ways)
-
-
-@register_fake(select_op)
-def _(
-    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
-    is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (*scores.shape[:-1], k)
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=compute.index_dtype(narrow))
-
-
-def _select_batched(
-    info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, start: Tensor | None,
-    lengths: Tensor | None, *options: Any,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
-    """Rows are independent: a mapped dimension is one more leading dimension."""
-    rows = batch_first(scores, in_dims[0], info.batch_size)
-
-    def beside(given: Tensor | None, dim: int | None, n_dims: int) -> Tensor | None:
-        if given is None or dim is None:
-            return given
-        given = given.movedim(dim, 0)
-        return given.reshape(given.shape[0], *(1,) * (n_dims - given.dim()), *given.shape[1:])
-
-    of_rows = (beside(t, dim, rows.dim() - 1) for t, dim in zip((start, lengths), in_dims[2:], strict=False))
-    return select_op(rows, beside(mask, in_dims[1], rows.dim()), *of_rows, *options), (0, 0)
-
-
-register_vmap(select_op, _select_batched)
 
 
 def gates(soft: Tensor, indices: Tensor) -> Tensor:
@@ -134,9 +94,7 @@ def _fill(
 
     lead = tuple(scores.shape[:-1])
     rows = compute.rows_of(scores, mask, start, lengths, largest)
-    found = kernels_select.select(rows, k, is_sorted, None, True, indices.dtype, lead, (values, indices))
-    assert found.gates is not None
-    return found.gates
+    return kernels_select.select(rows, k, is_sorted, None, indices.dtype, lead, (values, indices)).gates
 
 
 def _written_in_place(out: tuple[Tensor, Tensor], given: tuple[Tensor | None, ...]) -> bool:
@@ -302,7 +260,8 @@ def topk(
         given = scores, k, mask, start, lengths, sorted
         found = _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
     elif k == 0 or n == 0:
-        values, indices = select_op(scores.detach(), mask, start, lengths, k, largest, sorted, narrow)
+        # not an operator's: it looks at no score
+        values, indices = definition.select(scores.detach(), mask, start, lengths, k, largest, sorted, index_dtype)
         zeros = torch.zeros_like(values)
         if scores.requires_grad:
             # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
@@ -360,4 +319,4 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]
 
 
-__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "select_op", "topk"]
+__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "topk"]
