@@ -51,7 +51,6 @@ def test_a_few_files_fill_both_parts_and_a_single_one_is_cut(tmp_path: Path):
     (tmp_path / "one.txt").write_bytes(b"0123456789" * 100)
     corpus = data.load([tmp_path / "one.txt"])
     assert (len(corpus.training), len(corpus.validation)) == (900, 100)
-    assert "last tenth" in corpus.notes[0]
 
 
 def test_what_is_left_out_of_a_directory(texts: Path):

@@ -19,8 +19,8 @@ class Choices:
 
     def __init__(self, config: Config, device: torch.device, total: Total) -> None:
         self.config, self.total = config, total
-        # hidden bytes, all bytes; with a heavy branch: in all blocks, in one block at least, in all blocks if hidden
-        self.sums = torch.zeros(5, dtype=torch.int64, device=device)
+        # hidden bytes, all bytes; with a heavy branch: in all blocks, in one block at least
+        self.sums = torch.zeros(4, dtype=torch.int64, device=device)
         self.loads = torch.zeros(config.blocks, config.experts, dtype=torch.int64, device=device)
         self.passes: list[dict[str, Any]] = []
 
@@ -28,37 +28,28 @@ class Choices:
         """Count a pass over tokens (batch, n), of which those at `hidden` (batch, m) were asked for."""
         self.sums[0] += hidden.numel()
         self.sums[1] += shape.numel()
-        if self.config.model == "transformer" and not self.config.experts:
-            return
-        if self.config.model == "transformer":
+        if self.config.model == "routed":
+            self.passes.append({f"blocks.{i}": each for i, each in enumerate(routings)})
+            counts = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+            for indices in (each.feed_forward.indices for each in routings):
+                counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
+            self.sums[2:] += torch.stack([counts.sum(), (counts > 0).sum()])
+        elif self.config.experts:
             self.loads += torch.stack([routing.counts for routing in routings])
-            return
-        self.passes.append({f"blocks.{i}": each for i, each in enumerate(routings)})
-        counts = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        for indices in (each.feed_forward.indices for each in routings):
-            counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
-        self.sums[2:] += torch.stack([counts.sum(), (counts > 0).sum(), counts.gather(1, hidden).sum()])
 
     def numbers(self) -> tuple[int, dict[str, float]]:
         """Return how many bytes were asked for, and the numbers by name."""
-        asked, tokens, *heavy = self.total(self.sums).tolist()
-        if self.config.model == "transformer" and not self.config.experts:
-            return asked, {}
-        if self.config.model == "transformer":
-            # 1: as many tokens as in equal parts
-            loads = self.total(self.loads).double()
-            parts = (loads / loads.mean(1, keepdim=True)).tolist()
-            named = {f"routing/blocks.{i}.feed_forward": each for i, each in enumerate(parts)}
-            most = {f"{name}/fullest": max(each) for name, each in named.items()}
-            return asked, most | {f"{name}/emptiest": min(each) for name, each in named.items()}
-        each, once, of_hidden = heavy
-        blocks = self.config.blocks
-        shares = {
-            "routed": each / tokens / blocks, "routed_once_at_least": once / tokens,
-            "routed_of_hidden": of_hidden / asked / blocks,
-        }  # fmt: skip
-        stats = routing_stats(self.passes, total=self.total)
-        return asked, shares | {f"routing/{name}": value for name, value in stats.items()}
+        asked, tokens, each, once = self.total(self.sums).tolist()
+        if self.config.model == "routed":
+            shares = {"routed": each / tokens / self.config.blocks, "routed_once_at_least": once / tokens}
+            stats = routing_stats(self.passes, total=self.total)
+            return asked, shares | {f"routing/{name}": value for name, value in stats.items()}
+        # 1: as many tokens as in equal parts
+        loads = self.total(self.loads).double()
+        parts = (loads / loads.mean(1, keepdim=True)).tolist() if self.config.experts else []
+        named = {f"routing/blocks.{i}.feed_forward": each for i, each in enumerate(parts)}
+        most = {f"{name}/fullest": max(each) for name, each in named.items()}
+        return asked, most | {f"{name}/emptiest": min(each) for name, each in named.items()}
 
 
 def summary(numbers: dict[str, float]) -> str:

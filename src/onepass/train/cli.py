@@ -253,9 +253,10 @@ def introduce(training: Training) -> None:
     learned = f"{size(len(corpus.training))} to learn from ({len(corpus.sources) - measured:,} files)"
     held_out = f"{size(len(corpus.validation))} to measure on ({measured or 1:,})"
     say(f"data        {learned}, {held_out}")
-    left_out = [f"left out: {len(corpus.left_out):,} files, {LEFT_OUT} says why"] if corpus.left_out else []
-    for note in (*corpus.notes, *left_out):
-        say(f"            {note}")
+    if len(corpus.sources) == 1:
+        say("            there is one file: its last tenth is the validation text")
+    if corpus.left_out:
+        say(f"            left out: {len(corpus.left_out):,} files, {LEFT_OUT} says why")
     count = sum(parameter.numel() for parameter in training.model.parameters())
     say(f"model       {count:,} parameters: {config.blocks} blocks of width {config.dim}, {model.words(config)}")
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"

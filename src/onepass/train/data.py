@@ -31,7 +31,6 @@ class Corpus:
     training: Bytes
     validation: Bytes
     digest: str
-    notes: list[str] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
 
     def manifest(self) -> str:
@@ -55,32 +54,20 @@ def load(paths: Sequence[str], *, binary: bool = False, follow_links: bool = Fal
     file: the smallest hash always validates, the largest always trains. A single file is cut: its last tenth validates.
     """
     sources, left_out = gather(paths, binary=binary, follow_links=follow_links)
-    notes: list[str] = []
     if len(sources) == 1:
         only = sources[0]
         cut = len(only.content) - len(only.content) // 10
         parts = [only.content[:cut]], [only.content[cut:]]
-        notes.append("there is one file: its last tenth is the validation text")
     else:
         order = sorted(sources, key=lambda source: (position(source.name), source.name, source.digest))
         for place, source in enumerate(order):
             source.validation = place == 0 or (position(source.name) < VALIDATION and place < len(order) - 1)
         parts = [s.content for s in sources if not s.validation], [s.content for s in sources if s.validation]
-        notes += lopsided(sources)
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{source.name!r} {len(source.content)} {source.digest}\n".encode("utf-8", "backslashreplace"))
     training, validation = (np.frombuffer(b"".join(part), dtype=np.uint8) for part in parts)
-    return Corpus(sources, training, validation, digest.hexdigest(), notes, left_out)
-
-
-def lopsided(sources: Sequence[Source]) -> list[str]:
-    """Return a line about a file that is more than half of the data: it alone decides what one part is like."""
-    largest, total = max(sources, key=lambda s: len(s.content)), sum(len(s.content) for s in sources)
-    if 2 * len(largest.content) <= total:
-        return []
-    share, part = 100 * len(largest.content) / total, "validation" if largest.validation else "training"
-    return [f"{largest.name} is {share:.0f} % of the data, all of it in the {part} part"]
+    return Corpus(sources, training, validation, digest.hexdigest(), left_out)
 
 
 def changed(corpus: Corpus, manifest: Path) -> str:
