@@ -14,11 +14,6 @@ from onepass.core.sharding import PARTIAL, REPLICATE, Way
 from . import definition
 
 
-def _in_parts(u: Tensor) -> bool:
-    """Return whether products of u are those of 16-bit parts, on the matrix units: as exact as fp32, and faster."""
-    return u.is_cuda and u.dtype == torch.bfloat16 and uses_triton(u)
-
-
 def _forward(
     u: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, k: int, score_func: str, norm_topk: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -26,7 +21,8 @@ def _forward(
     if uses_triton(u) and u.shape[0]:
         from . import kernels_choice as kernels
 
-        if _in_parts(u):
+        # products of 16-bit parts, on the matrix units: as exact as fp32, and faster
+        if u.is_cuda and u.dtype == torch.bfloat16:
             logits = torch.mm(u, kernels.parts(weight, 3).t(), out_dtype=torch.float32)
         else:
             logits = torch.mm(u.float(), weight.float().t())
@@ -48,8 +44,9 @@ def _backward(
         from . import kernels_choice as kernels
 
         given = (None if t is None else t.contiguous() for t in (d_weights, d_logits))
-        d = kernels.choose_backward(logits, indices, weights, *given, softmax, norm, _in_parts(u))
-        if _in_parts(u):
+        in_parts = u.is_cuda and u.dtype == torch.bfloat16
+        d = kernels.choose_backward(logits, indices, weights, *given, softmax, norm, in_parts)
+        if in_parts:
             # (high + low)·(high + low) but for low·low
             du = torch.mm(d, kernels.parts(weight, 2)) if need_u else None
             if not need_weight:
