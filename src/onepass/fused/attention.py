@@ -21,11 +21,28 @@ from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
 from .branch import weight_gradient
-from .choice import choose, choose_backward, choose_keys, choose_keys_backward
+from .choice import Choice, choose, choose_backward, choose_keys, choose_keys_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
-from .plans import AttentionPlan as Plan
 from .runs import Runs, neighbours, runs_of, whole
+
+
+class Plan(NamedTuple):
+    """Settings that are not tensors."""
+
+    dtype: torch.dtype  # of the branches
+    light_heads: int
+    heavy_heads: int
+    width: int  # of a head
+    window: int
+    causal: bool  # attention looks back only, and each window gives `keys.k` keys
+    queries: Choice
+    keys: Choice  # never causal: of the whole sequence, or of a whole window
+    explore_stride: int  # as in `feed_forward`, for the queries' router
+    explore_weight: float
+    residual: bool  # return x + y, and take its gradient
+    eps: float  # of the norms
+    score_eps: float
 
 
 class Public(NamedTuple):

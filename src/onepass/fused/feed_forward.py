@@ -21,10 +21,22 @@ from onepass.ops.routing.op import add_rows, scatter_backward
 
 from . import branch
 from .branch import weight_gradient
-from .choice import choose, choose_backward
+from .choice import Choice, choose, choose_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
-from .plans import FeedForwardPlan as Plan
+
+
+class Plan(NamedTuple):
+    """Settings that are not tensors."""
+
+    dtype: torch.dtype  # of the branches
+    choice: Choice
+    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
+    explore_weight: float
+    residual: bool  # return x + y, and take its gradient
+    eps: float  # of the norm of all tokens
+    heavy_eps: float  # of that of the chosen ones
+    score_eps: float
 
 
 class Public(NamedTuple):

@@ -86,7 +86,8 @@ def fused(
     name: str, plan: type[Any], forward: Callable[..., Any], backward_products: Callable[..., Any],
     backward_tokens: Callable[..., Any], multiplications: Callable[..., int], weights: int,
 ) -> Fused:  # fmt: skip
-    """Return the layer that these functions define, as the module's docstring has them; `plan`: a type of `plans`.
+    """Return the layer that these functions define, as the module's docstring has them; `plan`: the type of its
+    settings, hashable.
 
     The operators have the `name` in small letters. ``multiplications(plan, x, *weights)`` counts those, and additions,
     of the products with weights, from shapes. The last `weights` arguments are such weights.

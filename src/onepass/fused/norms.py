@@ -15,7 +15,6 @@ from onepass.ops.routing.definition import gather, score_backward, score_forward
 from onepass.ops.routing.op import add_rows, as_bytes
 
 from . import branch
-from .plans import AttentionPlan, FeedForwardPlan
 
 # columns of the widest row that one program can hold
 WIDEST = 4096
@@ -121,8 +120,7 @@ def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor |
 
 
 def score_tokens(
-    x: Tensor, vectors: Tensor, weight: Tensor | None, mask: Tensor | None, plan: AttentionPlan | FeedForwardPlan,
-    *weights: Tensor | None,
+    x: Tensor, vectors: Tensor, weight: Tensor | None, mask: Tensor | None, plan: Any, *weights: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return memory for y, None for a residual; the normed tokens as rows; their scores; statistics; and copies.
 

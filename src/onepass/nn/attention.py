@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.fused.attention import routed_attention, with_keys
+from onepass.fused.attention import Plan, routed_attention, with_keys
 from onepass.fused.norms import WIDEST
-from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import rotary, span_attention
 
@@ -231,7 +230,7 @@ class RoutedAttention(Layer):
         norm, qkv, out, norm_q, norm_kv, *of_heavy = (m._parameters["weight"] for m in inner)
         check_mask("Router", x, mask)
         keys = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
-        plan = AttentionPlan(
+        plan = Plan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, q.choice(self.k_q, n), keys,
             q.explore_stride(self.k_q, n), q.explore, residual, inner[0].eps_for(x), NORM_EPS,
         )  # fmt: skip

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.fused.feed_forward import routed_feed_forward
+from onepass.fused.feed_forward import Plan, routed_feed_forward
 from onepass.fused.norms import WIDEST
-from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
 from .calls import Layer, as_written, branch_dtype, parts_of
@@ -202,7 +201,7 @@ class RoutedFeedForward(Routed):
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         n, (router, _, _, norm, up, down, heavy_norm, heavy_up, heavy_down) = x.shape[1], parts_of(self, *_PARTS)
         check_mask("Router", x, mask)
-        plan = FeedForwardPlan(
+        plan = Plan(
             dtype, router.choice(self.k, n), router.explore_stride(self.k, n), router.explore, residual,
             norm.eps_for(x), heavy_norm.eps_for(x), NORM_EPS,
         )  # fmt: skip

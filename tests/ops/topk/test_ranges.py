@@ -219,11 +219,11 @@ def test_out_has_no_gradient(eps: Any) -> None:
 
 def test_hard_gates_are_not_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only backward needs soft_topk's solution."""
-    from onepass.ops.topk import compute
+    from onepass.ops.topk import op
 
     solved = []
-    solve = compute.soft_forward
-    monkeypatch.setattr(compute, "soft_forward", lambda *args: solved.append(1) or solve(*args))
+    solve = op.soft_forward
+    monkeypatch.setattr(op, "soft_forward", lambda *args: solved.append(1) or solve(*args))
     s = torch.randn(3, 9, requires_grad=True)
     top = onepass.topk(s, 4)
     assert not solved

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +13,96 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.core.launch import replayed, uses_triton
+from onepass.core.launch import as_rows, replayed, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops._shared import arguments
-from onepass.ops.soft_topk.op import KINDS
+from onepass.ops.soft_topk.op import KINDS, backward_chosen
+from onepass.ops.soft_topk.op import forward as soft_forward
 
-from . import compute, definition
-from .compute import backward, forward
+from . import definition
+
+_kernels = functools.cache(lambda: import_module(".kernels_select", __package__))
+
+
+def _index_dtype(narrow: bool) -> torch.dtype:
+    """Return the indices' dtype."""
+    return torch.int32 if narrow else torch.int64
+
+
+def _rows_of(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, largest: bool) -> Any:
+    """Return the arguments of the kernels: rows of scores, with mask and ranges beside them."""
+    starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
+    return _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
+
+
+def forward(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return (values, gates, indices, solution of soft_topk); k ≥ 1, n ≥ 1.
+
+    Hard gates are 1 and need no solution: backward solves, if it is ever called.
+    """
+    soft = state = None
+    if not hard:
+        valid = definition.allowed(scores, mask, start, lengths)
+        soft, state = soft_forward(scores if largest else -scores, None, eps, valid, float(k), eps_value, kind)
+    if uses_triton(scores):
+        found = _kernels().select(
+            _rows_of(scores, mask, start, lengths, largest), k, is_sorted,
+            None if soft is None else soft.view(-1, scores.shape[-1]), _index_dtype(narrow), tuple(scores.shape[:-1]),
+        )  # fmt: skip
+        return found.values, found.gates, found.indices, state
+    values, indices = definition.select(
+        scores, mask, start, lengths, k, largest, is_sorted, _index_dtype(narrow)
+    )  # fmt: skip
+    if soft is None:
+        return values, definition.hard_gates(values, indices), indices, None
+    chosen = soft.gather(-1, indices.clamp(min=0).long())
+    return values, torch.where(indices >= 0, chosen, 0.0), indices, state
+
+
+def backward(
+    scores: Tensor, g_values: Tensor | None, g_gates: Tensor | None, indices: Tensor, state: Tensor | None,
+    eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, eps_value: float, kind: int,
+    largest: bool, need_scores: bool, need_eps: bool, into: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
+
+    A state that is None is solved for. With `into`, contiguous and like scores, the gradient of the scores is written
+    there. (Scores come first: torch 2.11 reads the mesh of DTensors from the first argument.)
+    """
+    if not largest:
+        # the gradients of the largest of -scores
+        ds, deps = backward(
+            -scores, None if g_values is None else -g_values, g_gates, indices, state, eps, mask, start, lengths,
+            eps_value, kind, True, need_scores, need_eps,
+        )  # fmt: skip
+        if ds is not None:
+            ds = ds.neg_() if into is None else torch.neg(ds, out=into)
+        return ds, deps
+    need_eps = need_eps and eps is not None
+    ds = of_eps = None
+    if g_gates is not None:
+        mask = definition.allowed(scores, mask, start, lengths)
+        if state is None:
+            _, state = soft_forward(scores, None, eps, mask, float(indices.shape[-1]), eps_value, kind)
+        ds, of_eps = backward_chosen(
+            g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into
+        )  # fmt: skip
+    elif need_eps:
+        of_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
+    if need_scores and g_values is not None:
+        if ds is None:
+            ds = scores.new_zeros(scores.shape) if into is None else into.zero_()
+        if uses_triton(ds):
+            rows = (-1, indices.shape[-1])
+            _kernels().add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), g_values.reshape(rows))
+        else:
+            present = torch.where(indices >= 0, g_values, 0.0).to(ds.dtype)
+            ds.scatter_add_(-1, indices.clamp(min=0).long(), present)
+    return ds, of_eps
 
 
 def forward_ways(
@@ -64,7 +148,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     values = scores.new_empty((*scores.shape[:-1], k))
     state = None if hard else scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    return values, torch.empty_like(values), values.new_empty(values.shape, dtype=compute.index_dtype(narrow)), state
+    return values, torch.empty_like(values), values.new_empty(values.shape, dtype=_index_dtype(narrow)), state
 
 
 _call, forward_op, backward_op = operator(
@@ -90,11 +174,9 @@ def _fill(
     k: int, largest: bool, is_sorted: bool,
 ) -> Tensor:  # fmt: skip
     """Let the kernels write values and indices, contiguous; return the gates."""
-    from . import kernels_select
-
     lead = tuple(scores.shape[:-1])
-    rows = compute.rows_of(scores, mask, start, lengths, largest)
-    return kernels_select.select(rows, k, is_sorted, None, indices.dtype, lead, (values, indices)).gates
+    rows = _rows_of(scores, mask, start, lengths, largest)
+    return _kernels().select(rows, k, is_sorted, None, indices.dtype, lead, (values, indices)).gates  # type: ignore[no-any-return]
 
 
 def _written_in_place(out: tuple[Tensor, Tensor], given: tuple[Tensor | None, ...]) -> bool:
