@@ -165,7 +165,7 @@ def checked(values: dict[str, object], where: str) -> Config:
     return config
 
 
-def from_json(text: str, where: str) -> Config:
+def from_json(text: str | bytes, where: str) -> Config:
     """Parse a configuration; raise UserError with a message that starts with `where` if it is not valid."""
     try:
         values = json.loads(text)

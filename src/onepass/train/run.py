@@ -13,7 +13,7 @@ from typing import Any
 from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError, reason, told
+from onepass.train.commands.errors import UserError, told
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
@@ -32,13 +32,9 @@ def fresh_out() -> Path:
     """Create a directory named after the current time; a second run in the same second gets another name."""
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
     for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
-        try:
+        with told(f"make {RUNS / name}"), contextlib.suppress(FileExistsError):
             (RUNS / name).mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"can't make {RUNS / name}: {reason(error)}") from None
-        return RUNS / name
+            return RUNS / name
     raise UserError(f"can't find a free name like {RUNS / stamp}; choose one with --out DIR")
 
 
@@ -64,21 +60,14 @@ class Run:
 
     def refuse_absent(self) -> None:
         """Raise UserError if there is no run to resume."""
-        if not self.path.is_dir():
-            raise UserError(f"there is no run in {self.path} (no such directory); leave out --resume to start one")
         if not (self / CONFIG).is_file():
             raise UserError(f"there is no run in {self.path} (no {CONFIG}); leave out --resume to start one")
 
     def refuse_overwriting(self, force: bool) -> None:
         """Raise UserError if the directory holds other things than a run, or a run without `force`."""
-        try:
+        names: list[str] = []
+        with told(f"use {self.path} as a directory"), contextlib.suppress(FileNotFoundError):
             names = sorted(os.listdir(self.path))
-        except FileNotFoundError:
-            return
-        except NotADirectoryError:
-            raise UserError(f"{self.path} is a file or below one; --out must name a directory") from None
-        except OSError as error:
-            raise UserError(f"can't read {self.path}: {reason(error)}") from None
         # every run has a lock file: without one, a config.json belongs to something else
         foreign = [name for name in names if not _is_own(name) or LOCK not in names]
         if foreign:
@@ -144,12 +133,7 @@ class Run:
 
     def config(self) -> Config:
         """Read the configuration."""
-        where = self / CONFIG
-        try:
-            text = files.read(where).decode()
-        except UnicodeDecodeError:
-            raise UserError(f"{where}: is no JSON (not UTF-8)") from None
-        return from_json(text, f"{where}: ")
+        return from_json(files.read(self / CONFIG), f"{self / CONFIG}: ")
 
     def checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint; None if the run ended before its first one."""
