@@ -1,14 +1,25 @@
-"""Scripts of benchmarks/ as commands, in short and on the CPU."""
+"""Declared cases, scripts of benchmarks/ as commands, committed tables."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from bench_fakes import FakeTimer
+from benchmarks import cases, decoding
+from benchmarks.bench.records import read
+from benchmarks.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
+from benchmarks.bench.session import installed
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
+from benchmarks.report import page
 
 ROOT = Path(__file__).parents[2]
 slow = pytest.mark.slow
@@ -75,3 +86,72 @@ def test_mistakes_of_ab_are_one_line() -> None:
         said = run("benchmarks/ab.py", *args, code=1).stderr
         assert told in said
         assert "Traceback" not in said
+
+
+DECLARED = all_cases()
+
+
+@pytest.mark.parametrize("folder", sorted({f for f, _ in DECLARED}))
+def test_cases_are_well_formed(folder: str) -> None:
+    for case in (c for f, c in DECLARED if f == folder):
+        what = f"{case.op} {case.stage} {label(case.params)} {case.dtype}"
+        assert case.stage in STAGES, what
+        assert case.floor_bytes > 0, what
+        assert case.device in ("cuda", "cpu"), what
+        assert label(case.params), what
+        assert json.loads(json.dumps(dict(case.params))) == dict(case.params), what
+
+
+def test_no_case_is_declared_twice() -> None:
+    seen = Counter((c.op, c.stage, label(c.params), c.dtype, c.device) for _, c in DECLARED)
+    assert [what for what, n in seen.items() if n > 1] == []
+
+
+def test_every_operator_with_cases_has_some_for_a_cpu() -> None:
+    """`python -m benchmarks --device cpu`; modules have none."""
+    assert {folder for folder, case in DECLARED if case.device == "cpu"} == {folder for folder, _ in DECLARED} - {
+        "fused"
+    }
+    # small: some implementations keep several times the bytes that must move
+    assert max(case.floor_bytes for _, case in DECLARED if case.device == "cpu") < 500e6
+
+
+SMALLEST: dict[str, Case] = {}
+for _, one in sorted(DECLARED, key=lambda pair: -pair[1].floor_bytes):
+    if one.device == "cpu":
+        SMALLEST[f"{one.op} {one.stage} {one.dtype}"] = one
+
+
+@pytest.mark.parametrize("case", SMALLEST.values(), ids=list(SMALLEST))
+def test_cases_for_a_cpu_run_there(case: Case) -> None:
+    """The smallest of each operator, pass and dtype: nothing fails, and no rival that needs a GPU is asked for."""
+    results = list(run_case("any", case, FakeTimer(), compile=False))
+    assert (results[0].impl, results[0].status) == (OURS, OK)
+    assert [(r.impl, r.note) for r in results if r.status == FAILED] == []
+    assert not [r.impl for r in results if any(word in r.impl for word in ("liger", "quack", "triton", "graph"))]
+    missing = {"lion-pytorch", "colt5-attention", "entmax", "torchsort"}
+    assert {r.note for r in results if r.status == MISSING} <= missing
+
+
+def test_rivals_are_declared_by_import_name() -> None:
+    rivals = cases.rivals({folder for folder, _ in DECLARED})
+    assert rivals["lion_pytorch"] == "lion-pytorch"
+    assert set(installed(rivals)) <= set(rivals.values())
+    assert "unknown version" not in installed(rivals).values()
+
+
+def test_prompts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--prefill --device cpu --tokens 40 --batch 2 --dim 64 --blocks 1"
+    assert decoding.main(small.split()) == 0
+    assert re.search(r"'prefill ms': [\d.]+.*'new prefill ms': [\d.]+", capsys.readouterr().out)
+
+
+COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("source", COMMITTED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_committed_tables_are_those_of_the_committed_records(source: Path) -> None:
+    """Only `*.json` with records of the bench stands beside tables: `--report` reads all of them."""
+    header, records = read(source)
+    text = source.with_suffix(".md")
+    assert not text.exists() or page(header, records) == text.read_text()

@@ -1,17 +1,35 @@
-"""Promise 4 and 5: determinism, no unwritten output, FakeTensor, checkpointing, autocast, CUDA graphs."""
+"""Promise 4 and 5: determinism, defaults, FakeTensor, checkpointing, autocast, torch.func, CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from harness import DEVICES, build, call, gradients, leaves, replace, samples_in_turn, spec_samples
+from harness import (
+    DEVICES,
+    build,
+    call,
+    compare_gradients,
+    float64,
+    floats,
+    gradients,
+    in_turn,
+    leaves,
+    replace,
+    same_sums,
+    samples_in_turn,
+    spec_samples,
+    terms,
+)
+from harness import upstream as upstreams
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Spec
+from onepass.core.spec import Sample, Spec
 
 
 @pytest.fixture
@@ -116,3 +134,69 @@ def test_cuda_graph(spec: Spec, name: str) -> None:
     graph.replay()
     for a, e in zip(outs, call(spec.op, replace(sample, {0: new})), strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def _everything(spec: Spec, sample: Sample) -> list[Tensor | None]:
+    return [*call(spec.op, sample), *gradients(spec.op, sample).values()]
+
+
+def _same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        if a is None or e is None:
+            assert a is e
+            continue
+        assert (a.dtype, a.device) == (e.dtype, e.device)
+        assert torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0))
+
+
+# interpreted bf16 is not a GPU's
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(1))
+def test_defaults(spec: Spec, name: str, device: str, dtype: torch.dtype) -> None:
+    sample = build(spec, name, device, dtype)
+    expected = _everything(spec, sample)
+    defaults = (torch.bfloat16, torch.float64)
+    for default in [in_turn(defaults, spec, name)] if INTERPRET else defaults:
+        torch.set_default_dtype(default)
+        try:
+            found = _everything(spec, sample)
+            if not INTERPRET:  # which makes its own tensors
+                with torch.device("meta"):
+                    outs = call(spec.op, replace(sample, leaves(sample)))
+                _same([o.detach() for o in outs], expected[: len(outs)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        _same(found, expected)
+
+
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
+
+
+def _loss(fn: Any, sample: Sample, upstream: list[Tensor]) -> Tensor:
+    outs = call(fn, sample)
+    return torch.stack([(o * g.to(o)).sum() for o, g in zip(outs, upstream, strict=True)]).sum()
+
+
+@no_interpreter
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_grad(spec: Spec, name: str) -> None:
+    sample = build(spec, name, "cpu", torch.float32)
+    gy = upstreams(call(spec.op, sample))
+    inputs = floats(sample)
+    got = torch.func.grad(lambda tensors: _loss(spec.op, replace(sample, tensors), gy))(inputs)
+    compare_gradients(spec, got, gradients(spec.reference, float64(sample)), torch.float32)
+
+
+@no_interpreter
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_vmap(spec: Spec, name: str) -> None:
+    """Three copies of the first argument, mapped over, against a loop."""
+    sample = build(spec, name, "cpu", torch.float32)
+    x = sample.args[0]
+    batch = torch.stack([x, x * 0.5, x + 1.0])
+    mapped = torch.vmap(lambda t: tuple(call(spec.op, replace(sample, {0: t}))))(batch)
+    for i, t in enumerate(batch):
+        for m, e in zip(mapped, call(spec.op, replace(sample, {0: t})), strict=True):
+            same_sums(m[i], e, terms(sample))

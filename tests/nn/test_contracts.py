@@ -487,18 +487,17 @@ def test_nothing_reaches_what_it_must_not(data: st.DataObject) -> None:
             assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches earlier ones"
 
 
-@pytest.mark.gpu
+@on_devices
 @pytest.mark.parametrize("autocast", [False, True])
-@layers
-def test_no_later_token_counts_on_a_gpu(spec: Layer, autocast: bool) -> None:
-    if "causal" not in spec.name:
-        return
-    layer, x = made(spec, "cuda"), _x("cuda", batch=1, n=500)
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+@pytest.mark.parametrize("spec", [s for s in TABLE if "causal" in s.name], ids=lambda s: s.name)
+def test_no_later_token_counts(spec: Layer, autocast: bool, device: str) -> None:
+    n, step = (500, 7) if device == "cuda" else (40, 3)
+    layer, x = made(spec, device), _x(device, batch=1, n=n)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
         before = layer(x)
-        for i in range(0, 500, 7):
+        for i in range(0, n, step):
             other = x.clone()
-            other[:, i] = 10 * torch.randn(DIM, device="cuda")
+            other[:, i] = 10 * torch.randn(DIM, device=device)
             assert torch.equal(layer(other)[:, :i], before[:, :i]), f"token {i} changed an earlier output"
 
 

@@ -1,19 +1,33 @@
-"""`Router`: scores, choices, gates; faults 5, 6 and 8 of the public routing library by name.
-
-2 is in `test_block.py`, where masks under autocast would show 7 (the documented block crashes); 1 (cross-attention)
-and 3 (several routes read other sequences) would fail `test_contracts.py`, 4 (later tokens count) `test_causal.py`.
-"""
+"""Routers: scores, choices, gates, shares of real tokens, causal rules; faults of the public library by name."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onepass
-from nn.layers import tokens
-from onepass.nn import Router
+from nn.layers import bounds, first, padded_is_as_alone, rows_of, tokens, watched
+from onepass.fused.choice import row_counts
+from onepass.nn import (
+    CausalRouter,
+    RoutedAttention,
+    RoutedBlock,
+    RoutedCrossAttention,
+    RoutedFeedForward,
+    Router,
+    routing_stats,
+)
+from onepass.nn.causal import choose_per_block
+from onepass.nn.count import count
+from onepass.ops.soft_topk.op import KINDS
 
 DIM = 16
 gates = pytest.mark.parametrize("gate", ["soft", "straight_through"])
@@ -155,3 +169,158 @@ def test_fault_8_the_default_router_gets_a_gradient_from_the_first_step(gate: st
     assert grad.norm() > 0.1
     # a good part of the chosen tokens takes part, not a lucky few
     assert (d_scores.gather(1, out.indices) != 0).float().mean() > 0.25
+
+
+DIM, WINDOW, WIDE = 16, 8, torch.float64
+HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": WINDOW}
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.mark.parametrize("gate", ["soft", "straight_through"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("composed", [False, True], ids=["fused", "composed"])
+def test_every_gate(kind: str, gate: str, composed: bool) -> None:
+    torch.manual_seed(1)
+    q, kv, own = (Router(DIM, kind=kind, gate=gate) for _ in range(3))
+    attention = RoutedAttention(DIM, 0.3, 0.4, router_q=q, router_kv=kv, **HEADS)
+    for layer in (attention.double(), RoutedFeedForward(DIM, 0.3, router=own).double()):
+        if composed:
+            watched(layer)
+        padded_is_as_alone(layer, rows_of([17, 1, 40], DIM, 5), 48)
+
+
+@pytest.mark.parametrize("make", [Router, lambda dim: CausalRouter(dim, block=4, memory=8)])
+def test_a_packed_router(make: Callable[[int], Router]) -> None:
+    router, x = make(DIM).double(), tokens(30, DIM, dtype=WIDE)
+    out = router(x, 0.25, cu_seqlens=bounds([18, 12]))
+    assert out.scores.shape == (2, 18)
+    for b, part in enumerate((x[:18], x[18:])):
+        alone = router(part[None], 0.25)
+        assert torch.equal(out.indices[b][out.indices[b] >= 0], alone.indices[0][alone.indices[0] >= 0])
+
+
+@pytest.mark.parametrize("routes", [1, 3])
+def test_holes_count_as_padding(routes: int) -> None:
+    router, x = Router(DIM, routes).double(), tokens(2, 60, DIM, dtype=WIDE)
+    mask = torch.rand(2, 60, generator=torch.Generator().manual_seed(2)) < 0.4
+    out = router(x, 0.25, mask)
+    for b in range(2):
+        where = mask[b].nonzero()[:, 0]
+        alone = router(x[b : b + 1, where], 0.25)
+        k = alone.indices.shape[-1]
+        assert torch.equal(out.indices[b, ..., :k], where[alone.indices[0]])
+        torch.testing.assert_close(out.gates[b, ..., :k], alone.gates[0])
+        assert (out.indices[b, ..., k:] == -1).all()
+        assert not out.gates[b, ..., k:].any()
+
+
+def test_memories_of_cross_attention() -> None:
+    torch.manual_seed(2)
+    layer = RoutedCrossAttention(DIM, 0.5, 0.25, heads=2, dim_head=8).double()
+    x, context = tokens(2, 20, DIM, dtype=WIDE), tokens(2, 50, DIM, seed=2, dtype=WIDE)
+    y = layer(x, context, first(20, 20, 7), first(50, 50, 22))
+    torch.testing.assert_close(y[1:, :7], layer(x[1:, :7], context[1:, :22]), **TIGHT)
+
+
+def test_nothing_real_chooses_nothing() -> None:
+    for router in (Router(DIM), CausalRouter(DIM, block=4, memory=8)):
+        out = router(torch.randn(2, 12, DIM), 0.5, torch.zeros(2, 12, dtype=torch.bool))
+        assert (out.indices == -1).all()
+        assert not out.gates.any()
+
+
+@given(share=st.floats(1e-6, 1.0), n=st.integers(0, 5000))
+def test_host_and_device_count_alike(share: float, n: int) -> None:
+    assert int(row_counts(share, torch.arange(5000) < n)) == count(share, n)
+    assert abs(count(share, n) - share * n) <= 0.51 or count(share, n) == 1
+
+
+@given(share=st.integers(1, 99), n=st.integers(1, 5000))
+def test_halves_round_to_even_as_fractions_do(share: int, n: int) -> None:
+    assert count(share / 100, n) == max(1, round(Fraction(share, 100) * n))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers_choose_as_many(dynamic: bool) -> None:
+    torch.compiler.reset()
+    layer = RoutedFeedForward(DIM, 0.07).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    # 7 % are 10.5 and 24.5 tokens
+    for n in (150, 350) if dynamic else (150,):
+        x = torch.randn(2, n, DIM)
+        y, routing = compiled(x, return_routing=True)
+        assert routing.indices.shape[1] == round(Fraction(7, 100) * n)
+        assert torch.equal(y, layer(x))
+    if not dynamic:
+        packed = {"cu_seqlens": bounds([18, 12]), "max_seqlen": 18}
+        torch.testing.assert_close(compiled(x[0, :30], **packed), layer(x[0, :30], **packed))
+
+
+def test_what_statistics_count_of_a_packed_sequence() -> None:
+    _, routing = RoutedFeedForward(DIM, 0.25)(tokens(48, DIM), cu_seqlens=bounds([40, 8]), return_routing=True)
+    # the routing is that of the padded batch
+    assert routing_stats([[routing]], [first(40, 40, 8)])["0.router/share"] == 0.25
+
+
+def test_a_causal_router_refuses_an_int_k() -> None:
+    with pytest.raises(TypeError, match=r"CausalRouter: .* need k as a share"):
+        CausalRouter(DIM)(tokens(30, DIM), 4, cu_seqlens=bounds([18, 12]))
+    # nothing chosen is nothing chosen at any length
+    assert CausalRouter(DIM)(tokens(30, DIM), 0, cu_seqlens=bounds([18, 12])).indices.shape == (2, 0)
+
+
+DIM, WINDOW = 16, 8
+
+
+def test_a_later_window_reads_what_earlier_ones_chose() -> None:
+    """Causality is not bought by looking at nothing: far tokens do reach later ones."""
+    torch.manual_seed(3)
+    layer = RoutedAttention(DIM, 1 / 4, 1 / 4, heads=2, dim_head=8, window=WINDOW, causal=True).double()
+    x = tokens(1, 10 * WINDOW, DIM).double().requires_grad_()
+    y, routing = layer(x, return_routing=True)
+    last = int(routing.q.indices.max())
+    assert last >= 3 * WINDOW
+    (grad,) = torch.autograd.grad(y[0, last].sum(), x)
+    far = grad[0, : (last // WINDOW - 1) * WINDOW].abs().sum(-1)
+    chosen = routing.kv.indices[0]
+    assert (far[chosen[chosen < len(far)]] > 0).all()
+
+
+class TestCausalRouter:
+    @pytest.mark.parametrize("shift", [0, 3])
+    def test_the_share_is_kept_on_a_long_sequence(self, shift: int) -> None:
+        """The threshold follows: no score level is special."""
+        router = CausalRouter(64)
+        direction = router.weight.detach()[0] / router.weight.detach()[0].norm()
+        out = router(tokens(2, 8192, 64) - shift * direction, 512)
+        assert not shift or (out.scores < 0).float().mean() > 0.9
+        assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
+
+    def test_every_chosen_gate_has_a_gradient(self) -> None:
+        router = CausalRouter(64).double()
+        out = router(tokens(2, 1024, 64).double(), 64)
+        found = out.indices >= 0
+        assert (out.gates[found] > 0.5).all()
+        (grad,) = torch.autograd.grad(out.gates.sum(), out.scores)
+        chosen = grad.gather(1, out.indices.clamp_min(0))
+        # a token without a past has no threshold: its gate is 1
+        assert (chosen[found & (out.indices > 0)] > 0).all()
+
+    @pytest.mark.parametrize(("window", "memory"), [(1, 2048), (48, 2016), (128, 2048), (2048, 2048), (3000, 3000)])
+    def test_a_layer_remembers_whole_windows(self, window: int, memory: int) -> None:
+        block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=window, causal=True)
+        assert block.feed_forward.router.memory == memory
+        assert block.attention.router_q.memory == memory
+        assert block(torch.randn(1, 100, 16)).isfinite().all()
+
+
+def test_choice_per_block_is_each_blocks_own() -> None:
+    router, x = Router(DIM), tokens(2, 21, DIM)
+    out = choose_per_block(router, x, 3, 8, None)
+    assert out.indices.shape == (2, 9)
+    for b in range(2):
+        for block in range(3):
+            alone = router(x[b : b + 1, block * 8 : (block + 1) * 8], 3)
+            own = out.indices[b, block * 3 : block * 3 + 3]
+            assert torch.equal(own, alone.indices[0] + block * 8)
+            torch.testing.assert_close(out.gates[b, block * 3 : block * 3 + 3], alone.gates[0])

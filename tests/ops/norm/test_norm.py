@@ -1,16 +1,20 @@
-"""Options of the norms: other dtypes, weights per row, gates, 8 bits, and rows that are too wide for their kernels."""
+"""Options of the norms, their rows in torch, what backward keeps, and what public implementations have got wrong."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import onepass
-from onepass.core.launch import INTERPRET
+from onepass import layer_norm, rms_norm
+from onepass.core.launch import INTERPRET, backend
 from onepass.ops.norm import definition
+from onepass.ops.norm.definition import layer_norm as reference
 from onepass.ops.norm.definition import table
 
 if INTERPRET:
@@ -230,3 +234,175 @@ def test_8_bits_through_vmap_compile_and_meta() -> None:
     for rows, cols in ((0, 128), (1, 128), (2, 1), (2, 0)):
         out = onepass.rms_norm(numbers(rows, cols), quantize="row")
         assert (out.values.shape, out.scales.shape) == ((rows, cols), (rows, 1))
+
+
+def test_both_terms_of_the_sum_get_one_gradient() -> None:
+    x, r = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
+    y, s = rms_norm(x, residual=r)
+    seen = []
+    for t in (x, r):
+        t.register_hook(lambda g: seen.append(g.data_ptr()))
+    (y.sum() + s.sum()).backward()
+    assert len(set(seen)) == 1
+    assert torch.equal(x.grad, r.grad)
+    x.grad.zero_()
+    assert r.grad.any(), "the .grad of two leaves must not share memory"
+
+
+def _kept_bytes(run, *parameters: Tensor) -> int:
+    """Bytes that are kept for backward; the parameters are there anyway."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = run()
+    del out
+    unique = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in saved}
+    return sum(size for address, size in unique.items() if address not in {p.data_ptr() for p in parameters})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_backward_keeps(device: str, dtype: torch.dtype) -> None:
+    rows, cols = 40, 64
+    x, r = (torch.randn(rows, cols, device=device).to(dtype).requires_grad_() for _ in range(2))
+    w, b = (torch.ones(cols, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    row = x.numel() * x.element_size()
+    assert _kept_bytes(lambda: layer_norm(x, w, b), w, b) == row + 8 * rows
+    assert _kept_bytes(lambda: layer_norm(x, w, b, stable=True), w, b) == row + 12 * rows
+    assert _kept_bytes(lambda: layer_norm(x, w, b, residual=r), w, b) == row + 8 * rows
+    assert _kept_bytes(lambda: rms_norm(x, w), w) == row + 4 * rows
+    assert _kept_bytes(lambda: rms_norm(x)) == row + 4 * rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(8192, 1024), (4096, 8192), (512, 65536)])
+def test_peak_memory_of_backward(rows: int, cols: int) -> None:
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w, b = (torch.ones(cols, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    for _ in range(2):
+        y = layer_norm(x, w, b)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(y, (x, w, b), dy)
+        peak = torch.cuda.max_memory_allocated() - before
+        del grads
+    # several programs per multiprocessor for narrow rows: faster, at one more partial row each
+    per_sm = 4 if cols <= 1024 else 2 if cols <= 3072 else 1
+    programs = torch.cuda.get_device_properties(0).multi_processor_count * per_sm
+    assert peak <= x.numel() * 2 + programs * cols * 8 + 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_default_eps_is_torchs(dtype: torch.dtype) -> None:
+    """Which small x shows; other calls as torch's are in tests/ops/test_torchs_calls.py and tests/peers."""
+    x, w = (1e-3 * torch.randn(5, 16)).to(dtype), torch.randn(16).to(dtype)
+    equal = partial(torch.testing.assert_close, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
+    equal(rms_norm(x, [16]), F.rms_norm(x, [16]))
+    equal(rms_norm(x, w), F.rms_norm(x, (16,), w))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_rows_of_any_magnitude(device: str, scale: float) -> None:
+    """Squares of such rows leave fp32; the result does not depend on the scale at all."""
+    x = torch.randn(4, 100)
+    x = torch.cat([x, -x.abs()])
+    expected = layer_norm(x, stable=True, eps=1e-3)
+    torch.testing.assert_close(
+        layer_norm((x * scale).to(device), stable=True, eps=1e-3).cpu(), expected, rtol=1e-4, atol=1e-4
+    )
+    big = (x * scale).to(device).requires_grad_()
+    (dx,) = torch.autograd.grad(layer_norm(big, stable=True, eps=1e-3), big, torch.ones_like(big).cumsum(-1))
+    small = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(layer_norm(small, stable=True, eps=1e-3), small, torch.ones_like(x).cumsum(-1))
+    torch.testing.assert_close(dx.cpu() * scale, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_huge_fp16_activations(device: str) -> None:
+    x = (torch.randn(6, 200).clamp(-1, 1) * 65000).half()
+    y = layer_norm(x.to(device), stable=True)
+    torch.testing.assert_close(y.cpu().double(), reference(x.double(), stable=True), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_maximum_of_almost_nothing(device: str) -> None:
+    """Divided by its tiny positive maximum such a row would overflow."""
+    x = -torch.rand(3, 50) * 100 - 1
+    x[:, 7] = 1e-30
+    y = layer_norm(x.to(device), stable=True)
+    torch.testing.assert_close(y.cpu().double(), reference(x.double(), stable=True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_without_kernels_on_a_gpu(norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ONEPASS_BACKEND=torch`."""
+    x = torch.randn(600, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    expected = torch.autograd.grad(norm(x, w), (x, w), dy)
+    monkeypatch.setattr(backend, "BACKEND", "torch")
+    torch.testing.assert_close(torch.autograd.grad(norm(x, w), (x, w), dy), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_float64_in_a_cuda_graph(norm) -> None:
+    """The torch path must not wait for the GPU: neither for the rows far from zero."""
+    x = torch.randn(6, 64, device="cuda", dtype=torch.float64, requires_grad=True)
+    w = torch.randn(64, device="cuda", dtype=torch.float64)
+    expected = torch.autograd.grad(norm(x, w).square().sum(), x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(norm(x, w).square().sum(), x)
+    graph.replay()
+    torch.testing.assert_close(captured, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "call", [lambda x, r: layer_norm(x, residual=r, stable=True), lambda x, r: rms_norm(x, residual=r)]
+)
+def test_gradients_beside_an_fp64_residual(call, dtype: torch.dtype, rows: int) -> None:
+    """The sum is fp64 then, and y with its gradient narrower than it."""
+    x = torch.randn(rows, 8, dtype=dtype, requires_grad=True)
+    residual = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
+    y, _ = call(x, residual)
+    dy = torch.randn_like(y)
+    dx, dr = torch.autograd.grad(y, (x, residual), dy)
+    wide = (x.detach().double().requires_grad_(), residual.detach().requires_grad_())
+    expected = torch.autograd.grad(call(*wide)[0], wide, dy.double())
+    torch.testing.assert_close(dr, expected[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx, expected[0].to(dtype))
+
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@on_devices
+@pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
+def test_no_compilation_per_number_of_rows(device: str) -> None:
+    """A batch of another size is no other program; test_launch has Triton's."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x, w: rms_norm(x, w) + 1, backend="aot_eager", fullgraph=True, dynamic=True)
+    w = torch.ones(10, device=device)
+    for rows in (4, 7, 16, 32):
+        compiled(torch.randn(rows, 10, device=device), w)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@on_devices
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cols", [1, 3, 51, 100, 768, 3000])
+def test_rows_of_one_value_are_the_bias(device: str, dtype: torch.dtype, cols: int) -> None:
+    """8 bits times 3000 are exact in fp32, so the mean is the value; a mean off by an ulp leaves 0.5 of it."""
+    values = torch.cat([torch.arange(128.0, 256.0) * 2.0**e * sign for e in (-8, 0, 8) for sign in (1, -1)])
+    x = values.clamp(-65504, 65504).to(device, dtype)[:, None].expand(-1, cols)
+    b = torch.randn(cols).to(device, dtype)
+    assert torch.equal(layer_norm(x, None, b), b.expand(x.shape))
+    assert not layer_norm(x).any()

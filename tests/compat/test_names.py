@@ -1,15 +1,42 @@
-"""The original's names: its trajectory step by step in float64, and its update_fn."""
+"""The names of others over our operators: cs336, lion-pytorch, triton-transformer."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 
 import lion_pytorch
 import pytest
 import torch
+import torch.nn.functional as F
 from lion_pytorch.lion_pytorch import update_fn as their_update_fn
+from torch import Tensor
 
+from harness import same_sums
+from onepass.compat.cs336 import WeightedSumFunc
 from onepass.compat.lion_pytorch import Lion, update_fn
+from onepass.compat.triton_transformer import layernorm
+
+
+def _exercise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition in the exercise's own words."""
+    return (weight * x).sum(dim=-1)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 64), (4, 200)])
+def test_values_and_gradients_are_those_of_the_exercise(shape: tuple[int, ...]) -> None:
+    f_weightedsum = WeightedSumFunc.apply
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
+    y, expected = f_weightedsum(x, w), _exercise(x, w)
+    same_sums(y, expected, x.numel())
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True):
+        same_sums(ours, theirs, x.numel())
+
+
+def test_a_matrix_of_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight must be a vector \(D,\), got \(2, 7\)"):
+        WeightedSumFunc.apply(torch.randn(5, 7), torch.randn(2, 7))
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
@@ -85,3 +112,43 @@ def test_its_variants_are_named_with_what_to_use_instead() -> None:
     for name, instead in (("foreach", "Lion, which"), ("cautious_lion", "onepass.optim.Lion with cautious")):
         with pytest.raises(ImportError, match=f"no {name}: use {instead}"):
             exec(f"from onepass.compat.lion_pytorch import {name}")
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _published(x: Tensor, gamma: Tensor, eps: float, stable: bool) -> Tensor:
+    if stable:
+        x = x / x.amax(-1, keepdim=True)
+    return F.layer_norm(x, (x.shape[-1],), gamma, torch.zeros_like(gamma), eps)
+
+
+def test_the_originals_arguments() -> None:
+    assert str(inspect.signature(layernorm)).replace("'", "") == (
+        "(x: Tensor, gamma: Tensor, eps: float = 1e-05, use_triton: bool = False, stable: bool = False) -> Tensor"
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_values_and_gradients(device: str, eps: float, stable: bool, use_triton: bool) -> None:
+    x, gamma = torch.randn(4, 7, 48).double(), torch.randn(48).double()
+    dy = torch.randn(4, 7, 48).double()
+    exact = [t.clone().requires_grad_() for t in (x, gamma)]
+    expected = _published(*exact, eps, stable)
+    ours = [t.float().to(device).requires_grad_() for t in (x, gamma)]
+    y = layernorm(*ours, eps, use_triton, stable)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+    got = torch.autograd.grad(y, ours, dy.float().to(device))
+    for a, e in zip(got, torch.autograd.grad(expected, exact, dy), strict=True):
+        torch.testing.assert_close(a.cpu().double(), e, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_the_original_turns_upside_down() -> None:
+    x, gamma = -torch.rand(3, 20) - 1, torch.ones(20)
+    assert (layernorm(x, gamma, stable=True) * _published(x, gamma, 1e-5, True) <= 1e-6).all(), "the original's sign"
+    torch.testing.assert_close(layernorm(x, gamma, stable=True), layernorm(x, gamma), rtol=1e-2, atol=1e-2)
+    assert _published(torch.zeros(1, 20), gamma, 1e-5, True).isnan().all()
+    assert not layernorm(torch.zeros(1, 20), gamma, stable=True).any()

@@ -1,19 +1,19 @@
-"""soft_topk: properties of the definition, oracles, accuracy over distributions, edges."""
+"""soft_topk: oracles, edges, scores of any magnitude, and a k that follows from a shape."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import onepass
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.op import KINDS
 
-# the interpreter takes a millisecond per program and pass
-SIZES, SHARES, ROWS = ((40,), (0.02, 0.7), 1) if INTERPRET else ((40, 1000, 8192), (0.002, 0.125, 0.7), 3)
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -211,3 +211,100 @@ def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.Mon
     actual = run()
     monkeypatch.setattr(op, "uses_triton", lambda x: False)
     assert all(map(torch.equal, actual, run()))
+
+
+many_passes = pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# two of each kind of row in every run, four more in the slow one
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 48))]
+
+
+def hostile(seed: int, n: int, generator: torch.Generator) -> Tensor:
+    """(n,) fp32: Cauchy, outliers, two groups, ties, every magnitude, few levels, a huge pair, a step."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    normal, u = torch.randn(n, generator=generator, dtype=torch.float64), uniform(n)
+    scale = 10 ** (12 * uniform(1) - 4)
+    few = max(1, n // 3)
+    pair = 1e-3 * normal
+    pair[0], pair[-1] = 1e30, -1e30
+    outliers = normal.clone()
+    outliers[:few] *= 10 ** (30 * uniform(1))
+    rows = (
+        (math.pi * (u - 0.5)).tan() * scale,
+        outliers,
+        normal * 10 ** (4 * uniform(1) - 3) + (u > uniform(1)) * 10 ** (32 * uniform(1) - 2),
+        (2 * normal).round() * scale,
+        normal.sign() * 10 ** (60 * u - 30),
+        (4 * u).floor() * 10 ** (30 * uniform(1) - 3),
+        pair,
+        normal + 1e7 * scale * (u > 0.5) + 1e7 * (uniform(1) - 0.5),
+    )
+    return rows[seed % len(rows)].float()
+
+
+@many_passes
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_sum_to_k_whatever_the_scores(seed: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = int(torch.randint(5, 300, (1,), generator=generator))
+    if device == "cuda":
+        # a few widths, that few kernels be compiled: several rows of a program's, one, a wide one, a team's
+        n = (48, 272, 5008, 40000)[seed // 8 % 4]
+    s = hostile(seed, n, generator)
+    eps = 10 ** (-4 * torch.rand(1, generator=generator)).item()
+    descending = s.sort(descending=True).values
+    # as many as lie above the widest gap, and beside that
+    gap = int((descending[:-1] - descending[1:]).argmax()) + 1
+    k = torch.tensor([0.01 * n + 0.3, n / 8, 0.7 * n, gap, gap + 0.5, gap + 1e-3], dtype=torch.float64)
+    k = k[k < n]
+    s = s.expand(len(k), n)
+    for kind in KINDS:
+        y = onepass.soft_topk(s.to(device), k.to(device), eps=eps, kind=kind).double().cpu()
+        assert ((y.sum(-1) - k).abs() <= 1e-6 * k).all(), (kind, n, k, gap, eps)
+        exact = onepass.soft_topk(s.double(), k, eps=eps, kind=kind)
+        assert ((exact.sum(-1) - k).abs() <= 1e-9 * k).all(), (kind, n, k, gap, eps)
+        # what a sum may be off (1e-6 k, and k itself is rounded to fp32) can be the gate of a single entry
+        assert ((y - exact).abs().amax(-1) <= (1e-6 * k).clamp(min=1e-4)).all(), (kind, n, k, gap, eps)
+
+
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "soft_topk of a float": lambda x: onepass.soft_topk(x, x.shape[-1] / 4),
+    "soft_topk of an int": lambda x: onepass.soft_topk(x, x.shape[-1] // 4),
+    "coor_descent": lambda x: onepass.coor_descent(x, n_iters=5, k=x.shape[-1] // 4),
+    "topk": lambda x: onepass.topk(x, x.shape[-1] // 4).values,
+}
+
+
+@no_interpreter
+@pytest.mark.parametrize("name", CALLS)
+def test_one_program_for_every_length(name: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(CALLS[name], dynamic=True, fullgraph=True, backend=counter)
+    for n in range(8, 40, 4):
+        x = torch.randn(3, n)
+        torch.testing.assert_close(compiled(x), CALLS[name](x))
+    assert counter.frame_count == 1
+
+
+@no_interpreter
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exported_program_takes_other_lengths(name: str, strict: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return CALLS[name](x)
+
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(Model(), (torch.randn(3, 12),), dynamic_shapes=shapes, strict=strict).module()
+    x = torch.randn(2, 20)
+    torch.testing.assert_close(program(x), CALLS[name](x))

@@ -1,0 +1,156 @@
+"""What one set of formulas gives: batches in one call, refused tangents, schemas; and garbage around captures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onepass import layer_norm, rms_norm, weighted_sum
+from onepass.core.garbage import collected, no_collection
+from onepass.core.launch import INTERPRET
+from onepass.ops.causal_choice import op as causal_choice
+from onepass.ops.norm import op
+from onepass.ops.routing import op as routing
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "layer_norm": layer_norm,
+    "residual": lambda x: layer_norm(x, residual=x.new_ones(3, 8))[0],
+    "rms_norm": lambda x: rms_norm(x, x.new_ones(8), offset=1.0),
+    "weighted_sum": lambda x: weighted_sum(x, x.new_ones(8)),
+}
+WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "compiled jvp": lambda call, x: torch.compile(lambda t: torch.func.jvp(call, (t,), (t,)), backend="eager")(x),
+}
+REFUSED = "(norm|weighted_sum): forward-mode derivatives are not implemented"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_dual_tensors_are_refused(name: str, requires_grad: bool, device: str) -> None:
+    x = torch.randn(3, 8, device=device, requires_grad=requires_grad)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=REFUSED):
+        CALLS[name](forward_ad.make_dual(x, torch.randn(3, 8, device=device)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_carries_no_tangent_is_computed(name: str) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with forward_ad.dual_level():
+        y = CALLS[name](x)
+    torch.testing.assert_close(y, CALLS[name](x))
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in (y, CALLS[name](x))))
+
+
+@pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_transforms_are_refused(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as torch's operations, which compiled norms are by default, they have derivatives of every kind
+    monkeypatch.setattr(op, "COMPILED", "kernels")
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        WAYS[way](CALLS[name], torch.randn(3, 8))
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel is run")
+def test_compiled_norms_have_forward_mode_derivatives() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    y, dy = WAYS["compiled jvp"](CALLS["layer_norm"], x)
+    expected = torch.func.jvp(lambda t: torch.nn.functional.layer_norm(t, (8,)), (x,), (x,))
+    torch.testing.assert_close((y, dy), expected)
+
+
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the onepass ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "onepass":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+BATCHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weighted_sum": weighted_sum,
+    "vectors": lambda x, w: weighted_sum(x, torch.stack([w, 2 * w])),
+    "layer_norm": lambda x, w: layer_norm(x, w, w),
+    "rms_norm": rms_norm,
+    "stable": lambda x, w: layer_norm(x, w, stable=True),
+}
+
+
+@no_interpreter
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("shape", [(5, 2, 3, 8), (5, 8), (5, 0, 8)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_call_for_the_whole_batch(name: str, shape: tuple[int, ...], dim: int) -> None:
+    call, batch, w = BATCHED[name], torch.randn(shape), torch.randn(8)
+    rows = batch.movedim(0, dim) if dim < len(shape) - 1 else batch
+    dim = dim if dim < len(shape) - 1 else 0
+    with _Calls() as calls:
+        y = torch.vmap(call, in_dims=(dim, None))(rows, w)
+    assert len(calls.names) == 1
+    torch.testing.assert_close(y, torch.stack([call(x, w) for x in batch]))
+
+    grad = torch.func.grad(lambda x: call(x, w).square().sum())
+    with _Calls() as calls:
+        dx = torch.vmap(grad, in_dims=dim)(rows)
+    assert len(calls.names) == 2
+    torch.testing.assert_close(dx, torch.stack([grad(x) for x in batch]))
+
+
+def test_arguments_with_a_default_are_not_in_the_schema() -> None:
+    names = [a.name for a in routing.scatter_backward_op._schema.arguments]
+    assert names == ["d_y", "update", "gates", "indices", "need_update", "need_gates"]
+    assert "into" not in [a.name for a in causal_choice.backward_op._schema.arguments]
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_rings_go_before_the_block_and_stay_during_it() -> None:
+    before = weakref.ref(_Ring())
+    with collected():
+        assert before() is None
+        during = weakref.ref(_Ring())
+        # far more than start a collection
+        _ = [[] for _ in range(100_000)]
+        assert during() is not None
+    gc.collect()
+    assert during() is None
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("block", [collected, no_collection])
+def test_the_collector_is_afterwards_as_before(
+    block: Callable[[], AbstractContextManager[None]], enabled: bool
+) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), block():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -1,0 +1,392 @@
+"""topk against a stable sort: launch shapes, ties, masks, special scores, the k-th value, no choice, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.nn import CausalRouter
+from onepass.ops.topk import plan
+from onepass.ops.topk.op import choose
+from topk_plans import KINDS, expected, rows_of, same, shrink
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def kinds_of_rows(n: int, device: str) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    normal = torch.randn(4, n, device=device)
+    yield "normal", normal, None
+    yield "ties", (2 * normal).round(), None
+    yield "constant, masked", torch.full_like(normal, 3.0), torch.rand(4, n, device=device) > 0.4
+    yield "mask of columns", normal, torch.rand(n, device=device).expand(4, n) > 0.9
+    yield "expanded", normal[:1].expand(4, n), None
+    yield "strided", torch.randn(4, n + 3, device=device)[:, 1:-2], None
+    special = normal.clone()
+    special[0, ::3] = math.inf
+    special[1, ::2] = -math.inf
+    special[2] = 0
+    special[2, ::2] = -0.0
+    special[3, n // 2] = math.nan
+    yield "special", special, None
+    yield "nothing but NaN and -inf", torch.where(normal > 0, math.nan, -math.inf), None
+    yield "far apart", (1.57 * normal).tan() * 1e30, None
+    for dtype in DTYPES[1:]:
+        yield str(dtype), normal.to(dtype), None
+    for dtype in DTYPES:
+        mixed = normal.to(dtype)
+        mixed[:, ::5], mixed[:, 1::5], mixed[:, 2::5] = math.inf, _nans(mixed[:, 1::5], dtype), -math.inf
+        # the first two rows whole, the others in part
+        allowed = (torch.rand(4, n) > 0.4) | (torch.arange(4) < 2)[:, None]
+        yield f"NaN, +inf and -inf, {dtype}", mixed[:, torch.randperm(n)], allowed.to(device)
+
+
+def _nans(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN of both signs and several payloads."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    infinity = torch.tensor(math.inf, dtype=dtype).view(bits)
+    sign = torch.where(torch.rand(like.shape) < 0.5, torch.iinfo(bits).min, 0).to(bits)
+    return (infinity + torch.randint(1, 60, like.shape).to(bits) | sign).view(dtype).to(like.device)
+
+
+def compare(n: int, k: int, device: str) -> None:
+    for name, s, mask in kinds_of_rows(n, device):
+        assert torch.equal(onepass.topk(s, k, mask=mask).indices, expected(s, k, mask=mask)[1]), (
+            f"{name}, n = {n}, k = {k}"
+        )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "sorted_here",
+    [pytest.param(True, id="sorted by one program"), pytest.param(False, id="merged runs", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
+def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, MAX_SORTED=64 if sorted_here else 8, MAX_COLS=16 if long else 64)
+    n = 95 if long else 40
+    for k in (1, 9) if sorted_here else (17, n + 3):
+        compare(n, k, "cpu")
+
+
+def compare_gradients(n: int, k: int, dtype: torch.dtype, hard: bool, device: str) -> None:
+    """The fused operator against its parts: values, gates, gradients through both."""
+    s = torch.randn(3, n, device=device).to(dtype).requires_grad_()
+    eps = torch.tensor(0.7, device=device, requires_grad=True)
+    mask = torch.rand(3, n, device=device) > 0.3
+    top = choose(s, k, eps, mask, "sigmoid", hard)
+    present = top.indices >= 0
+    soft = onepass.soft_topk(s, k, eps=eps, mask=mask, kind="sigmoid").gather(-1, top.indices.clamp(min=0))
+    expected = torch.where(present, 1 + (soft - soft.detach()) if hard else soft, 0.0)
+    assert torch.equal(top.gates, expected)
+    values = torch.where(present, s.gather(-1, top.indices.clamp(min=0)), -math.inf)
+    assert torch.equal(top.values, values)
+    gy, gv = torch.randn(2, 3, k, device=device).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for parts in (slice(2), slice(1), slice(1, 2)):  # gates and values, gates, values, which have none of eps
+        inputs = (s,) if parts.start else (s, eps)
+        actual, theirs = (
+            torch.autograd.grad(outs[parts], inputs, (gy, gv)[parts], retain_graph=True)
+            for outs in ((top.gates, top.values), (expected, values))
+        )
+        torch.testing.assert_close(actual, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_gates(dtype: torch.dtype, hard: bool) -> None:
+    long = [(700, 40), (33000, 40)] if hard and dtype == torch.float32 else []
+    for n, k in ((30, 5), (6, 9), *long):
+        compare_gradients(n, k, dtype, hard, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "k"), [(30, 5), (1000, 1003), (8192, 700), (20000, 9000), (100003, 300), (100003, 50000)]
+)
+def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> None:
+    compare_gradients(n, k, dtype, hard, "cuda")
+
+
+LENGTHS = (1, 2, 31, 511, 513, 1024, 32767, plan.MAX_COLS, plan.MAX_COLS + 1, 20000, 100003, 1 << 20, 1 << 24)
+
+
+@given(rows=st.integers(1, 5000), n=st.sampled_from(LENGTHS) | st.integers(1, 1 << 21), part=st.floats(0, 1))
+def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None:
+    for k in sorted({1, min(n, 2048), max(1, round(part * n)), n // 2 + 1, n}):
+        for itemsize in (2, 4):
+            shape = plan.of_selection(rows, n, k, itemsize, 132)
+            if isinstance(shape, plan.Narrow):
+                assert n <= shape.block_c <= plan.NARROW
+                assert k <= shape.block_k
+            elif isinstance(shape, plan.Wide):
+                assert k <= min(shape.groups, shape.room)
+                assert shape.again % (shape.groups * shape.group) == 0
+                assert shape.warps in (1, 2, 4, 8, 16, 32)
+            elif isinstance(shape, plan.Whole):
+                assert n <= shape.block_c <= max(plan.MAX_COLS, plan.MAX_BYTES_OF_MANY // itemsize)
+                assert k <= shape.block_k
+                assert shape.warps in (1, 2, 4, 8, 16, 32)
+            else:
+                assert shape.splits * shape.tiles * shape.tile >= n
+                assert (shape.splits - 1) * shape.tiles * shape.tile < n
+                # Triton takes powers of two alone
+                assert {shape.sample_warps, shape.tile_warps, shape.choose_warps} <= {1, 2, 4, 8, 16, 32}
+                assert shape.groups * shape.group <= plan.SAMPLE
+                assert shape.tile == 32 * shape.vector * shape.parts <= 128 * shape.vector  # 8 bits count a part
+                assert k <= shape.capacity <= max(n + 15, 2 * k + 8192, n if k > plan.MAX_SORTED else 0)
+
+
+# a test per k, so that several processes share what kernels take to compile
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        (n, k) for n in (1, 2, 17, 63, 500, 1000, 8192, 16385, 32768, 32769, 100003, 1 << 20)
+        for k in sorted({1, min(n, 50), n // 16 + 1, min(n, 4096), n // 2 + 1, *((n, n + 7) if n < 5000 else ())})
+    ],
+)  # fmt: skip
+def test_kernels_on_gpu(n: int, k: int) -> None:
+    compare(n, k, "cuda")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    rows, n = 140000, 16384
+    s = torch.randn(1, n, device="cuda", dtype=torch.bfloat16).expand(rows, n).contiguous()
+    indices = onepass.topk(s, 40).indices
+    assert torch.equal(indices[:1], expected(s[:1], 40)[1])
+    assert torch.equal(indices[-1], indices[0])
+    assert torch.equal(indices[rows // 2], indices[0])
+
+
+SPECIAL = (0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("best_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_triple_of_special_values(dtype: torch.dtype, best_first: bool) -> None:
+    """NaN of either sign before +inf, −0 equal to 0, −inf missing, ties by lowest index."""
+    triples = list(itertools.product(SPECIAL, repeat=3))
+    found = onepass.topk(torch.tensor(triples, dtype=dtype), 2, sorted=best_first).indices
+    for triple, indices in zip(triples, found.tolist(), strict=True):
+        order = sorted(range(3), key=lambda i: ((0, 0.0) if math.isnan(triple[i]) else (1, -triple[i]), i))
+        expected = [i for i in order[:2] if triple[i] != -math.inf]
+        expected = expected if best_first else sorted(expected)
+        assert indices == expected + [-1] * (2 - len(expected)), triple
+
+
+def test_columns_beyond_16_bits_on_a_cpu() -> None:
+    s = torch.zeros(2, (1 << 16) + 9, dtype=torch.bfloat16)
+    s[0, 5], s[1, (1 << 16) + 3] = 1.0, 2.0
+    assert onepass.topk(s, 3).indices.tolist() == [[5, 0, 1], [(1 << 16) + 3, 0, 1]]
+
+
+N = 24
+START, LENGTHS = torch.tensor([0, 5, 20]), torch.tensor([24, 9, 2], dtype=torch.int32)
+
+
+def scores(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of few different scores, with NaN and both infinities."""
+    s = torch.randint(-2, 3, (3, N), generator=torch.Generator().manual_seed(0)).to(dtype)
+    s[0, ::7], s[1, 3::4], s[2, 1] = math.nan, -math.inf, math.inf
+    return s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("k", [0, 1, 6, 30])
+def test_beside_a_sort(k: int, dtype: torch.dtype) -> None:
+    s, mask = scores(dtype), torch.rand(3, N, generator=torch.Generator().manual_seed(1)) > 0.3
+    bools = (True, False)
+    for largest, is_sorted, ranged, masked, start in itertools.product(bools, bools, bools, bools, bools):
+        given: dict[str, Any] = {"mask": mask} if masked else {}
+        if ranged:
+            given |= {"start": START} if start else {"lengths": LENGTHS}
+            given |= {"lengths": LENGTHS} if masked else {}
+        top = onepass.topk(s, k, ties="last", largest=largest, sorted=is_sorted, pad=True, **given)
+        for row in range(3):
+            first = START[row].item() if "start" in given else 0
+            last = first + LENGTHS[row].item() if "lengths" in given else N
+            signed = [x if largest else -x for x in s[row].tolist()]
+            order = [j for j in range(first, last) if signed[j] != -math.inf and (not masked or mask[row, j])]
+            best = sorted(order, key=lambda j: (math.isnan(signed[j]), 0 if signed[j] != signed[j] else signed[j], j))
+            chosen = best[::-1][:k] if is_sorted else sorted(best[::-1][:k])
+            assert top.indices[row].tolist() == chosen + [-1] * (k - len(chosen))
+            missing = [-math.inf if largest else math.inf] * (k - len(chosen))
+            values = torch.tensor([*s[row, chosen].tolist(), *missing], dtype=dtype)
+            torch.testing.assert_close(top.values[row], values, rtol=0, atol=0, equal_nan=True)
+            assert (top.gates[row] != 0).sum() == len(chosen)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_gradients_out_vmap_and_compile(is_sorted: bool) -> None:
+    s = scores().nan_to_num(1.0, -3.0, 3.0).requires_grad_()
+
+    def call(s: torch.Tensor) -> Any:
+        return tuple(onepass.topk(s, 6, ties="last", sorted=is_sorted, lengths=LENGTHS, index_dtype=torch.int32))
+
+    values, indices, gates = call(s)
+    (values * torch.arange(18.0).view(3, 6) + gates * 2).sum().backward()
+    flipped = s.detach().flip(-1).requires_grad_()
+    first = onepass.topk(flipped, 6, lengths=LENGTHS, start=N - LENGTHS)
+    weight = torch.zeros(3, N + 1).scatter(1, indices.long() % (N + 1), torch.arange(18.0).view(3, 6))[:, :N].flip(-1)
+    weight = weight.gather(1, first.indices.clamp(min=0))
+    (first.values * weight * (first.indices >= 0)).nan_to_num(0.0, 0.0, 0.0).sum().backward(retain_graph=True)
+    (first.gates * 2).sum().backward()
+    torch.testing.assert_close(s.grad, flipped.grad.flip(-1))
+    with torch.no_grad():
+        out = torch.empty(3, 6), torch.empty(3, 6, dtype=torch.int32)
+        onepass.topk(s, 6, ties="last", sorted=is_sorted, lengths=LENGTHS, index_dtype=torch.int32, out=out)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(s)
+        mapped = torch.vmap(lambda s: tuple(onepass.topk(s, 6, ties="last", sorted=is_sorted)))(s)
+        for a, b in ((out[0], values), (out[1], indices), (compiled[1], indices)):
+            assert torch.equal(a, b)
+        assert torch.equal(mapped[1], onepass.topk(s, 6, ties="last", sorted=is_sorted).indices)
+
+
+@pytest.mark.parametrize("ties", ["first", "last"])
+def test_windows_that_begin_far_before_their_row(ties: str) -> None:
+    """Ranges that the host doesn't see are cut to the row: here the 40 scores up to each of 8."""
+    place = torch.arange(8)
+
+    def select(s: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return onepass.topk(s, 8, start=start, lengths=torch.tensor(40), ties=ties, sorted=False).indices
+
+    assert torch.equal(torch.vmap(select)(torch.randn(8, 8), place - 39) >= 0, place <= place[:, None])
+
+
+@pytest.mark.parametrize("ties", ["first", "last"])
+def test_no_start_is_too_far_before_its_row(ties: str) -> None:
+    start = torch.tensor([-(1 << 63), -(1 << 62) - 5, -(1 << 62), -1])
+    most = torch.tensor([1 << 62, 1 << 62, 1 << 62, 3])
+
+    def select(s: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return onepass.topk(s, 4, **dict(zip(("start", "lengths"), given, strict=False)), ties=ties).indices
+
+    assert (torch.vmap(select)(torch.randn(4, 4), start) >= 0).all()
+    assert (torch.vmap(select)(torch.randn(4, 4), start, most) >= 0).sum(-1).tolist() == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("k", [1, 7, 20])
+def test_kth_value(k: int) -> None:
+    """The k-th of a sort, within ranges and of a NaN too, compiled, under vmap, with the gradient of one score."""
+    s = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(onepass.kth_value(s, k), s.sort(-1, descending=True).values[:, k - 1])
+    (ds,) = torch.autograd.grad(onepass.kth_value(s, k).sum(), s)
+    assert torch.equal(ds, (s == onepass.kth_value(s, k)[:, None]).double())
+    start, lengths = torch.tensor([0, 5, 9]), torch.tensor(9)
+    for row, first in zip(s, start.tolist(), strict=True):
+        expected = -math.inf if k > 9 else row[first : first + 9].sort(descending=True).values[k - 1]
+        for s_row in (row, row.detach()):
+            assert onepass.kth_value(s_row, k, start=torch.tensor(first), lengths=lengths) == expected
+    compiled = torch.compile(onepass.kth_value, fullgraph=True, backend="aot_eager")
+    assert torch.equal(
+        compiled(s, k, start=start, lengths=lengths), onepass.kth_value(s, k, start=start, lengths=lengths)
+    )
+    assert torch.equal(torch.vmap(lambda row: onepass.kth_value(row, k))(s), onepass.kth_value(s, k))
+    s.data[1, 3] = math.nan
+    assert onepass.kth_value(s.detach(), 1).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 0), (0, 2), (0, 0)])
+@pytest.mark.parametrize("name", ["values", "gates"])
+def test_backward_runs_where_nothing_is_chosen(n: int, k: int, name: str) -> None:
+    s = torch.full((3, n), torch.nan, requires_grad=True)
+    top = onepass.topk(s, k, pad=True)
+    assert getattr(top, name).shape == top.indices.shape == (3, k)
+    assert bool((top.values == -torch.inf).all())
+    assert not top.gates.any()
+    getattr(top, name).sum().backward()
+    assert s.grad is not None
+    assert not s.grad.any()
+    assert not onepass.topk(s.detach(), k, pad=True).values.requires_grad
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 0), (0, 2)])
+def test_backward_runs_where_a_causal_router_chooses_nothing(n: int, k: int) -> None:
+    x = torch.randn(2, n, 8, requires_grad=True)
+    router = CausalRouter(8)
+    out = router(x, k)
+    assert out.indices.dtype == torch.int64
+    out.gates.sum().backward()
+    assert router.weight.grad is not None
+    assert not router.weight.grad.any()
+
+
+@pytest.mark.parametrize(("n", "k"), [(300, 7), (300, 300), (5000, 5000)])
+def test_results_may_be_written_over_their_scores(n: int, k: int) -> None:
+    # kernels that write here would change what others still read
+    memory = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
+    expected = onepass.topk(memory.clone(), k)
+    indices = torch.empty(1, k, dtype=torch.int64)
+    top = onepass.topk(memory, k, out=(memory[:, :k], indices))
+    assert torch.equal(top.values, expected.values)
+    assert torch.equal(indices, expected.indices)
+    assert torch.equal(memory[:, :k], expected.values)
+
+
+S = torch.zeros(2, 5)
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"dim": 0, "mask": torch.ones(2).bool()}, ValueError, r"mask must broadcast .*\(2, 5\), got \(2,\)"),
+    ({"dim": 0, "out": (torch.ones(5, 1), torch.ones(1, 5))}, ValueError, r"out's values must have .*\(1, 5\), got"),
+    ({"call": onepass.kth_value, "scores": torch.ones(())}, ValueError, "scores must have at least one dimension"),
+    ({"scores": torch.ones(3).long()}, TypeError, r"scores must be .*int64; pass scores.float\(\)"),
+    ({"scores": S.to_sparse()}, TypeError, "scores must be dense, got torch.sparse_coo"),
+    ({"k": torch.ones(())}, TypeError, r"k must be an int, got Tensor; pass int\(k\)"),
+    ({"k": True}, TypeError, "k must be an int, got bool"),
+    ({"mask": torch.ones(5)}, TypeError, "mask must be bool"),
+    ({"start": 1}, TypeError, r"start must be a tensor, got int; pass torch.tensor\(start\)"),
+    ({"lengths": torch.ones(2)}, TypeError, "lengths must be int32 or int64, got torch.float32; pass lengths.int"),
+    ({"lengths": torch.ones(3).int()}, ValueError, r"lengths must broadcast to .*\(2,\), got \(3,\)"),
+    ({"lengths": torch.tensor(-1)}, ValueError, "lengths must be from 0 to the row's length 5, got -1"),
+    ({"start": torch.tensor([0, 6])}, ValueError, "start must be from 0 to the row's length 5, got 6"),
+    ({"start": torch.tensor([0, 3]), "lengths": torch.tensor(3)}, ValueError, r"start \+ lengths must be .* 5, got 6"),
+    ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int32 or torch.int64"),
+    ({"ties": "lowest"}, ValueError, "ties must be 'first' or 'last', got 'lowest'"),
+    ({"sorted": 1}, TypeError, "sorted must be a bool, got int"),
+    ({"largest": None}, TypeError, "largest must be a bool, got NoneType"),
+    ({"out": torch.ones(2, 1)}, TypeError, "out must be a tuple of two tensors"),
+    ({"out": (torch.ones(2, 1), torch.ones(2, 1))}, TypeError, "out's indices must be torch.int64, .*index_dtype="),
+    ({"out": (torch.ones(2), torch.ones(2, 1).long())}, ValueError, r"out's values must have the shape \(2, 1\)"),
+    ({"call": onepass.kth_value, "k": 0}, ValueError, "k must be ≥ 1, got 0"),
+    ({"call": onepass.kth_value, "k": 6}, ValueError, "k must be at most the row's length 5, got 6"),
+    ({"call": onepass.kth_value, "lengths": torch.tensor(9)}, ValueError, "lengths must be from 0 to .* 5, got 9"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "match"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_refused(given: dict[str, Any], error: type[Exception], match: str) -> None:
+    """Beside the contract's bad calls."""
+    call, scores, k = (given.get(name, usual) for name, usual in (("call", onepass.topk), ("scores", S), ("k", 1)))
+    options = {name: value for name, value in given.items() if name not in ("call", "scores", "k")}
+    with pytest.raises(error, match=f"{call.__name__}: .*{match}"):
+        call(scores, k, **options)
+
+
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="kernels select there")
+
+
+@no_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(33, 1024, 64), (1, 20000, 1250), (2, 17001, 700), (70, 1030, 9), (300, 64, 2)]
+)
+def test_long_rows(rows: int, n: int, k: int, kind: str) -> None:
+    s = rows_of(kind, rows, n, torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        for best_first in (True, False):
+            top = onepass.topk(s.to(dtype), k, sorted=best_first)
+            values, indices = expected(s.to(dtype), k, best_first=best_first)
+            assert torch.equal(top.indices, indices)
+            assert same(top.values, values)
