@@ -51,70 +51,50 @@ def forward_kernel(
     split_tiles,  # column tiles per split
     UNIT: tl.constexpr,
     N_VECTORS: tl.constexpr,
-    VECTOR: tl.constexpr,  # neighbours that one thread loads
+    VECTOR: tl.constexpr,  # neighbours that one thread loads; 0: x and w are of one 16-bit dtype, for tensor cores
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
+    STAGES: tl.constexpr,  # with tensor cores
 ):
-    """Sum one tile of rows over one split of the columns per program; each tile of x serves all vectors."""
+    """Sum one tile of rows over one split of the columns per program; each tile of x serves all vectors.
+
+    Tensor cores take up to 16 vectors at once: 16-bit products are exact there, sums are fp32.
+    """
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_C)
     # rows past the end read the last row and are not stored
     x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
-    # a thread sums its own VECTOR neighbours first, so that each vector's accumulator costs few registers
-    accs = (tl.zeros((BLOCK_R, BLOCK_C // VECTOR), tl.float32),) * N_VECTORS
-    first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
-    for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
-        in_cols = cols < n_cols - start
-        x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C).to(tl.float32)
-        new = ()
+    if VECTOR == 0:
+        vectors = tl.arange(0, 16)
+        w_rows = w_ptr + vectors[None, :] * n_cols
+        acc = tl.zeros((BLOCK_R, 16), tl.float32)
+        first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
+        for start in tl.range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C, num_stages=STAGES):
+            in_cols = (cols < n_cols - start) | EVEN_C
+            x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C)
+            mask = in_cols[:, None] & (vectors < N_VECTORS)[None, :]
+            acc = tl.dot(x, tl.load(w_rows + start + cols[:, None], mask=mask, other=0.0), acc)
+        mask = (rows < n_rows)[:, None] & (vectors < N_VECTORS)[None, :]
+        out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
+        tl.store(y_ptr + out[:, None] + vectors[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        # a thread sums its own VECTOR neighbours first, so that each vector's accumulator costs few registers
+        accs = (tl.zeros((BLOCK_R, BLOCK_C // VECTOR), tl.float32),) * N_VECTORS
+        first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
+        for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
+            in_cols = cols < n_cols - start
+            x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C).to(tl.float32)
+            new = ()
+            for r in tl.static_range(N_VECTORS):
+                w = load(w_ptr + (n_cols * r + start), cols, in_cols, not EVEN_C).to(tl.float32)
+                w = tl.broadcast_to(w[None, :], (BLOCK_R, BLOCK_C))
+                new = new + (add_products(accs[r], x, w, VECTOR),)
+            accs = new
+        out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
         for r in tl.static_range(N_VECTORS):
-            w = load(w_ptr + (n_cols * r + start), cols, in_cols, not EVEN_C).to(tl.float32)
-            w = tl.broadcast_to(w[None, :], (BLOCK_R, BLOCK_C))
-            new = new + (add_products(accs[r], x, w, VECTOR),)
-        accs = new
-    out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
-    for r in tl.static_range(N_VECTORS):
-        tl.store(y_ptr + out + r, tl.sum(accs[r], 1).to(y_ptr.dtype.element_ty), mask=rows < n_rows)
-
-
-@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
-def dot_forward_kernel(
-    x_ptr,  # (n_rows, n_cols), unit column stride, 16-bit
-    w_ptr,  # (N_VECTORS, n_cols), contiguous, dtype of x
-    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; one split: the result, else fp32 partials
-    x_row_units,  # row stride of x / UNIT
-    n_rows,
-    n_col_units,  # n_cols / UNIT
-    split_tiles,  # column tiles per split
-    UNIT: tl.constexpr,
-    N_VECTORS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
-    STAGES: tl.constexpr,
-):
-    """Sum one tile of rows over one split of the columns per program, all vectors at once, on tensor cores.
-
-    16-bit products are exact there, sums are fp32.
-    """
-    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_C)
-    vectors = tl.arange(0, 16)
-    x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
-    w_rows = w_ptr + vectors[None, :] * n_cols
-    acc = tl.zeros((BLOCK_R, 16), tl.float32)
-    first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
-    for start in tl.range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C, num_stages=STAGES):
-        in_cols = (cols < n_cols - start) | EVEN_C
-        x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C)
-        w = tl.load(w_rows + start + cols[:, None], mask=in_cols[:, None] & (vectors < N_VECTORS)[None, :], other=0.0)
-        acc = tl.dot(x, w, acc)
-    mask = (rows < n_rows)[:, None] & (vectors < N_VECTORS)[None, :]
-    out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
-    tl.store(y_ptr + out[:, None] + vectors[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + out + r, tl.sum(accs[r], 1).to(y_ptr.dtype.element_ty), mask=rows < n_rows)
 
 
 @triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
@@ -247,7 +227,7 @@ def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, i
 
 
 def _dot_tile(n_cols: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps) of `dot_forward_kernel`."""
+    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps) with tensor cores."""
     return 64, 64 if n_cols <= 64 else 128, 4, 4
 
 
@@ -326,24 +306,18 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
     dot = n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and n_cols >= 64
     if dot:
         block_r, block_c, stages, warps = _dot_tile(n_cols)
-        split_tiles = DOT_SPLIT_COLS // block_c
+        split_tiles, neighbours = DOT_SPLIT_COLS // block_c, 0
     else:
         block_r, block_c, warps = _forward_tile(n_cols, vector, n_vectors)
-        split_tiles = SPLIT_TILES
+        split_tiles, neighbours, stages = SPLIT_TILES, min(vector, block_c), 0
     split_tiles = max(split_tiles, cdiv(n_cols, MAX_SPLITS * block_c))
     row_tiles, splits = cdiv(n_rows, block_r), cdiv(n_cols, split_tiles * block_c)
     partials = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
-    numbers, even = (row_stride // unit, n_rows, n_cols // unit, split_tiles), n_cols % block_c == 0
-    if dot:
-        launch(
-            dot_forward_kernel, (row_tiles, splits, 1), (x, weight, partials), numbers,
-            (unit, n_vectors, block_r, block_c, even, stages), num_warps=warps,
-        )  # fmt: skip
-    else:
-        launch(
-            forward_kernel, (row_tiles, splits, 1), (x, weight, partials), numbers,
-            (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps,
-        )  # fmt: skip
+    launch(
+        forward_kernel, (row_tiles, splits, 1), (x, weight, partials),
+        (row_stride // unit, n_rows, n_cols // unit, split_tiles),
+        (unit, n_vectors, neighbours, block_r, block_c, n_cols % block_c == 0, stages), num_warps=warps,
+    )  # fmt: skip
     if splits > 1:
         # unit 1 for any number of rows: another unit could change the order in which partials are added
         add_partials(partials, y, 1)
