@@ -65,7 +65,7 @@ def selection() -> Iterable[str]:
     calls = ("autoencoder", 4096, 65536, 32), ("expert router", 65536, 64, 8), ("vocabulary", 4096, 50257, 50)
     for name, *call in calls:
         found = [cells[(*call, dtype)] for dtype in ("float32", "bfloat16")]
-        told = " | ".join(f"{r['onepass']:.0f}, {r['torch.topk']:.0f}, {fastest(r):.0f}" for r in found)
+        told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in found)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
     trainers = records("h100/raw/topk_trainers.json")
     steps = [r for r in trainers["rows"] if r["what"].startswith("autoencoder step")]
