@@ -215,13 +215,6 @@ def test_the_page_of_speed_has_the_steps_of_the_record() -> None:
     assert told.format(*found) in page
 
 
-@pytest.mark.parametrize(("file", "layer"), [("block", "RoutedBlock"), ("routed", "RoutedFeedForward")])
-def test_the_docstrings_figures_are_of_the_record(file: str, layer: str) -> None:
-    words = '{} in eager, {} compiled, {} with ``mode="reduce-overhead"``, {} in a CUDA graph (`graphed`)'
-    told = words.format(*(step(layer, "2x8192, d 512", mode) for mode in MODES))
-    assert told in " ".join((ROOT / "src" / "onepass" / "nn" / f"{file}.py").read_text(encoding="utf-8").split())
-
-
 @pytest.fixture
 def small_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder where the name of the model in README leads to a small one."""

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.eager import is_fake
-from onepass.core.launch import cdiv, uses_triton
+from onepass.core.launch import cdiv
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.causal_choice.definition import fraction, nearest
 from onepass.ops.soft_topk import op as soft_topk
 from onepass.ops.topk import op as op_topk
+
+from .branch import kernels_for
 
 
 class Choice(NamedTuple):
@@ -87,15 +89,12 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
     if not (how.share and mask is not None):
         return (*op_topk.forward(*given, how.hard, True, True, False)[1:], None)
     _, gates, indices, _ = op_topk.forward(*given, True, True, True, False)
-    on_triton = uses_triton(scores)
-    if on_triton:
-        from . import kernels
-
+    if kernels := kernels_for(scores):
         counts = kernels.counts(mask, fraction(how.share))
     else:
         counts = row_counts(how.share, mask).clamp_min(1).to(scores.dtype)
     soft, state = soft_topk.forward(scores, counts, None, mask, 0.0, how.eps, how.kind)
-    if on_triton:
+    if kernels:
         kernels.cut(indices, gates, None if how.hard else soft, counts)
         return gates, indices, state, None
     indices = first_of_each(indices, counts)
@@ -142,9 +141,7 @@ def choose_keys(
         shape, seen = (batch, cdiv(n, window) * how.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
         return gates.new_empty(shape), within.new_empty(shape), state, within, seen
     gates, within, state, _ = choose(*windows(scores, mask, window), how)
-    if uses_triton(scores):
-        from . import kernels
-
+    if kernels := kernels_for(scores):
         indices, seen = kernels.place(within, at_q, window)
     else:
         indices = of_sequence(within, len(scores), window)

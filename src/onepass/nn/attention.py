@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onepass.core import check
 from onepass.core.eager import plain
 from onepass.fused.attention import Plan, routed_attention, with_keys
 from onepass.fused.norms import WIDEST
@@ -20,7 +19,7 @@ from .count import check_count, check_dtype, count
 from .explore import explore
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .packed import check_mask
+from .packed import check_mask, check_tokens
 from .router import NORM_EPS, Router, RouterOutput, asked
 
 if TYPE_CHECKING:
@@ -169,9 +168,7 @@ class RoutedAttention(Layer):
 
     def check(self, x: Tensor) -> None:
         """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
-        check.floating("RoutedAttention", "x", x)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        check_tokens("RoutedAttention", x, self.dim)
 
     def composed(
         self, x: Tensor, mask: Tensor | None, cache: AttentionCache | None = None

@@ -42,8 +42,7 @@ class RoutedBlock(Layer):
 
     `RoutedAttention` and `RoutedFeedForward` with pre-norm residuals (the norms are inside, one per branch).
 
-    A step over few tokens waits for the host. Speed against a dense block, bf16, 2×8192 tokens, d 512, on an H200:
-    0.88× in eager, 0.71× compiled, 2.49× with ``mode="reduce-overhead"``, 2.86× in a CUDA graph (`graphed`).
+    A step over few tokens waits for the host: docs/performance.md compares it with a dense one; `graphed` helps.
 
     Args:
         dim: width of the tokens.

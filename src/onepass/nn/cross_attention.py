@@ -15,6 +15,7 @@ from .attention import AttentionRouting, HeavyAttention, check_routers
 from .count import check_count, check_size
 from .explore import explore
 from .local_attention import check_heads
+from .packed import check_tokens
 from .router import Router, RouterOutput, asked
 from .whole_rows import takes_whole_rows, whole_rows
 
@@ -105,10 +106,8 @@ class RoutedCrossAttention(nn.Module):
         self, x: Tensor, context: Tensor, mask: Tensor | None = None, context_mask: Tensor | None = None,
         return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
-        check.floating("RoutedCrossAttention", "x", x)
+        check_tokens("RoutedCrossAttention", x, self.dim)
         check.floating("RoutedCrossAttention", "context", context)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"RoutedCrossAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
         if context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim_context:
             raise ValueError(
                 f"RoutedCrossAttention: context must be ({x.shape[0]}, m, {self.dim_context}), "

@@ -142,8 +142,7 @@ class RoutedFeedForward(Routed):
     Each branch is ``down(gelu(up(rms_norm(x))))`` with a norm of its own, as in CoLT5. There is no residual inside:
     write ``x + ff(x)``.
 
-    A step over few tokens waits for the host. Speed against a dense one, bf16, 2×8192 tokens, d 512, on an H200:
-    0.60× in eager, 0.63× compiled, 0.78× with ``mode="reduce-overhead"``, 1.92× in a CUDA graph (`graphed`).
+    A step over few tokens waits for the host: docs/performance.md compares it with a dense one; `graphed` helps.
 
     Args:
         dim: width of the tokens.

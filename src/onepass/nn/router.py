@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from onepass.core import check
 from onepass.fused.choice import Choice, decide
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 
 from .count import check_number, check_size, count, refuse_gone
-from .packed import check_mask, refuse_int, unpack
+from .packed import check_mask, check_tokens, refuse_int, unpack
 from .whole_rows import takes_whole_rows, whole_rows
 
 GATES = ("soft", "straight_through")
@@ -162,9 +161,7 @@ class Router(nn.Module):
 
     def check(self, x: Tensor, k: int | float, mask: Tensor | None) -> None:
         """Raise TypeError or ValueError for arguments that :meth:`forward` does not accept."""
-        check.floating("Router", "x", x)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"Router: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        check_tokens("Router", x, self.dim)
         if isinstance(k, bool) or not isinstance(k, (int, float, torch.SymInt)):
             raise TypeError(f"Router: k must be an int or a float, got {type(k).__name__}")
         if (isinstance(k, float) and not 0 < k <= 1) or k < 0:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import next_power_of_2
 from onepass.fused import decoding
@@ -24,7 +23,7 @@ from .experts import ExpertRouting, Experts
 from .feed_forward import FeedForward
 from .local_attention import check_heads
 from .norm import RMSNorm
-from .packed import checked, places, zero_padding
+from .packed import check_tokens, checked, places, zero_padding
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -187,9 +186,7 @@ class TransformerBlock(Layer):
 
     def check(self, x: Tensor) -> None:
         """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
-        check.floating("TransformerBlock", "x", x)
-        if x.dim() != 3 or x.shape[-1] != self.attention.dim:
-            raise ValueError(f"TransformerBlock: x must be (batch, n, {self.attention.dim}), got {tuple(x.shape)}")
+        check_tokens("TransformerBlock", x, self.attention.dim)
 
     def packed(
         self, name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -20,6 +22,7 @@ from onepass.ops._shared.arguments import accumulator
 from . import definition
 from .definition import NONE, QUANTIZE, Needs, Options, Table, table
 
+_launch = functools.cache(lambda: import_module(".launch", __package__))
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
 COMPILED = os.environ.get("ONEPASS_COMPILED_NORMS", "torch")
@@ -146,11 +149,9 @@ def _forward(
     if not x.numel():
         return _shapes(x, residual, o)
     if uses_triton(x, residual, gate):
-        from . import launch
-
         of_rows = _table(x, weight, bias)
-        if launch.has_forward(x, gate, of_rows, o):
-            return launch.forward(x, residual, gate, weight, bias, of_rows, o, keep)
+        if _launch().has_forward(x, gate, of_rows, o):
+            return _launch().forward(x, residual, gate, weight, bias, of_rows, o, keep)  # type: ignore[no-any-return]
     if o.quantize:
         y, s, _, _, stats = _forward(x, residual, gate, weight, bias, o._replace(quantize=0, keep_y=True))
         codes, scales = definition.to_e4m3(y, 128 if o.quantize == 2 else x.shape[-1])  # type: ignore[arg-type]
@@ -160,10 +161,8 @@ def _forward(
     stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(s))
 
     def by_kernels(f: Tensor, *_: Any) -> Any:
-        from . import launch
-
         alone = Options(o.eps, 0.0, o.has_mean, False, *NONE)
-        found = launch.forward(f, None, None, None, None, Table(1, 1), alone)
+        found = _launch().forward(f, None, None, None, None, Table(1, 1), alone)
         stats.copy_(found[4])  # type: ignore[arg-type]
         return found[0]
 
@@ -205,18 +204,15 @@ def _backward(
         dx, dz, dw, db = (None if t is None or not wanted else t.new_zeros(t.shape) for t, wanted in empty)
         return dx, dz, dw, db, None
     if uses_triton(x, gate):
-        from . import launch
-
         of_rows = _table(x, weight, bias)
-        if launch.has_backward(x, max(x.element_size(), dy.element_size()), gate, of_rows, o.stable):
+        if _launch().has_backward(x, max(x.element_size(), dy.element_size()), gate, of_rows, o.stable):
             # kernels read memory by address; a batching rule may pass a strided view
-            return launch.backward(dy, ds, x, gate, stats.contiguous(), weight, bias, of_rows, o, x_dtype, need)
+            stats = stats.contiguous()
+            return _launch().backward(dy, ds, x, gate, stats, weight, bias, of_rows, o, x_dtype, need)  # type: ignore[no-any-return]
     normalise: Callable[..., Tensor] = definition.normalised
     if uses_triton(x) and not o.stable:
-        from . import launch
-
         # a plain call of rows that are too wide for this ends here
-        normalise = _normalised if launch.has_backward(x, 4, None, Table(1, 1), False) else normalise
+        normalise = _normalised if _launch().has_backward(x, 4, None, Table(1, 1), False) else normalise
     return *definition.backward(dy, ds, x, gate, weight, bias, o, need, normalise), None  # type: ignore[return-value]
 
 
