@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from test_extras import LIBRARY
+from test_import import LIBRARY
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"

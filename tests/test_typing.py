@@ -39,7 +39,6 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.layer_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
     assert_type(onepass.layer_norm(x), tuple[Tensor, Tensor])  # wrong
     assert_type(onepass.rms_norm(x), Tensor)
-    assert_type(onepass.rms_norm(x, x, eps=1e-5, offset=1.0, residual=x), tuple[Tensor, Tensor])
     assert_type(onepass.rms_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
     assert_type(onepass.rms_norm(x, x, x, gate=x, gate_first=True, groups=2, rounding="twice"), Tensor)
     assert_type(onepass.layer_norm(x, x, x, offset=1.0, out_dtype=torch.float32), Tensor)
@@ -59,12 +58,10 @@ def functions(some: Tensor | None) -> None:
         assert_type(report, onepass.SwapReport)
     assert_type(report.exchanged[0].names, tuple[str, ...])
     assert_type(report.undo(), None)
-    assert_type(onepass.swap(linear, dry_run=True), onepass.SwapReport)
     onepass.swap("linear")  # wrong
     assert_type(onepass.kth_value(x, 1), Tensor)
     assert_type(onepass.topk(x, 2), TopK)
     assert_type(onepass.topk(x, 2).gates, Tensor)
-    onepass.layernorm(x)  # wrong
     onepass.layer_norm(x, residual=1)  # wrong
 
 
@@ -72,11 +69,8 @@ def norms(some: Tensor | None) -> None:
     assert_type(nn.LayerNorm(8)(x), Tensor)
     assert_type(nn.LayerNorm(8)(x, x), tuple[Tensor, Tensor])
     assert_type(nn.LayerNorm(8)(x, residual=some), Tensor | tuple[Tensor, Tensor])
-    assert_type(nn.LayerNorm(8).forward(x), Tensor)
-    assert_type(nn.LayerNorm(8).forward(x, x), tuple[Tensor, Tensor])
     assert_type(nn.RMSNorm(8)(x), Tensor)
     assert_type(onepass.nn.RMSNorm(8, rounding="twice")(x, residual=x), tuple[Tensor, Tensor])
-    assert_type(nn.RMSNorm(8).forward(x), Tensor)
     assert_type(nn.RMSNorm(8).forward(x, x), tuple[Tensor, Tensor])
     nn.LayerNorm(8)(x, 1)  # wrong
 
@@ -98,10 +92,8 @@ def modules(asked: bool) -> None:
     assert_type(nn.load_balancing_loss(routing) + nn.router_z_loss(routing), Tensor)
     assert_type(nn.update_balance(linear), None)
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
-    assert_type(nn.RoutedFeedForward(8, k=2)(x, None, True), tuple[Tensor, RouterOutput])
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x), Tensor)
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x, return_routing=True), tuple[Tensor, AttentionRouting])
-    assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
     assert_type(nn.graphed(nn.RoutedBlock(8, k=2), x), Callable[..., Any])
     bounds = torch.tensor([0, 9, 16], dtype=torch.int32)
@@ -125,7 +117,6 @@ def modules(asked: bool) -> None:
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)
     assert_type(cross(x, x, return_routing=True), tuple[Tensor, AttentionRouting])
-    assert_type(cross(x, x, None, None, True), tuple[Tensor, AttentionRouting])
     assert_type(cross(x, x, return_routing=asked), Tensor | tuple[Tensor, AttentionRouting])
     nn.RoutedBlock(8, k=2)(x).feed_forward  # wrong
     assert_type(nn.TransformerBlock(8, dim_head=4, window=4)(x), Tensor)

@@ -22,9 +22,8 @@ from safetensors.torch import load_file
 from harness import tolerance
 from onepass.__main__ import PATIENCE, main
 from onepass.train import parallel
-from onepass.train.commands.errors import UserError
 from sharded.launcher import BF16, SECONDS, ended, own_lines, start, train
-from train.tiny import TINY, config, rows, write_texts
+from train.tiny import TINY, rows, write_texts
 from train.tiny import same as bit_for_bit
 
 pytestmark = [
@@ -214,24 +213,6 @@ def test_a_signal_to_torchrun_saves_and_stops(
     bit_for_bit(out, of(2, *options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--batch", 3), "--batch 3: 2 processes take equal parts of a batch; give a multiple of 2"),
-        (("--batch", "x"), "argument --batch: "),
-    ],
-)
-def test_faults_are_told_once(texts: Path, tmp_path: Path, options: tuple[object, ...], line: str) -> None:
-    with start(2, texts, "--out", tmp_path / "run", *TINY, "--threads", 1, *options) as running:
-        _, faults = ended(running)
-    assert running.returncode != 0
-    assert re.search(r"exitcode +: 2 ", faults)
-    (told,) = own_lines(faults)
-    assert told.startswith(f"onepass train: {line}"), told
-    assert "onepass/train" not in faults
-
-
 def test_a_fault_of_all_is_told_by_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun ends all processes when one ends: the others wait."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -242,28 +223,6 @@ def test_a_fault_of_all_is_told_by_the_first_process(monkeypatch: pytest.MonkeyP
         with pytest.raises(SystemExit, match="2"):
             main(["train", "--batch", "x"])
         assert slept == waited
-
-
-@pytest.mark.slow
-def test_a_restart_needs_a_directory(texts: Path) -> None:
-    with start(2, texts, *TINY, restarts=1) as running:
-        _, faults = ended(running)
-    assert set(own_lines(faults)) == {
-        "onepass train: torchrun --max-restarts: a restart finds its run by --out DIR; give one"
-    }
-
-
-def test_what_processes_can_not_share() -> None:
-    alone = parallel.World()
-    alone.check(config())
-    alone.fsdp = True
-    with pytest.raises(UserError, match="--fsdp: one process holds all weights; start several with torchrun"):
-        alone.check(config())
-    world = object.__new__(parallel.Processes)
-    world.size = 3
-    with pytest.raises(UserError, match="--batch 16: 3 processes take equal parts of a batch; give a multiple of 3"):
-        world.check(config(batch=16))
-    world.check(config(batch=6))
 
 
 @pytest.mark.gpu
