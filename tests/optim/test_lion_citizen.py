@@ -1,4 +1,4 @@
-"""Lion as a torch.optim citizen: closures, layouts, hooks, compile, bad options, copies."""
+"""Lion as a torch.optim citizen: layouts, hooks, compile, bad options, copies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,6 @@ from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.lion import _lr_to_device
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def test_closure_returns_the_loss_with_gradients_enabled() -> None:
-    p = torch.tensor([3.0], requires_grad=True)
-    optimizer = Lion([p], lr=0.5)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (p * p).sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert loss == 9.0
-    assert p.item() == 2.5
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "gaps", "unlike"])

@@ -309,11 +309,14 @@ class Machine(RuleBasedStateMachine):
                     g = g.mT.contiguous().mT
             p.grad = g
         live = [(p, group) for p, group in self._all() if p.grad is not None]
-        if way in ("clip", "forgotten clip") and live and all(p.dtype in (F32, F16) for p, _ in live):
-            norm = clip_grad_norm([p for p, _ in live], 0.5, optimizer=optimizer)
-            want = torch.stack([p.grad.double().norm() for p, _ in live]).norm()  # type: ignore[union-attr]
+        if way in ("clip", "forgotten clip") and live and all(p.dtype in (F64, F32, F16) for p, _ in live):
+            given, limit = [p.grad.clone() for p, _ in live], data.draw(st.sampled_from([0.5, 0.0, 1e6]))  # type: ignore[union-attr]
+            norm = clip_grad_norm([p for p, _ in live], limit, optimizer=optimizer)
+            want = torch.nn.utils.get_total_norm([g.double() for g in given])
+            assert norm.shape == ()
             assert abs(norm - want) <= 1e-5 * want
-            factor = min(1.0, 0.5 / (float(want) + 1e-6))
+            assert all(torch.equal(g, p.grad) for g, (p, _) in zip(given, live, strict=True))
+            factor = min(1.0, limit / (float(want) + 1e-6))
             if way == "forgotten clip":
                 kept, factor = [p.grad for p, _ in live], 1.0
                 optimizer.zero_grad()
@@ -326,8 +329,9 @@ class Machine(RuleBasedStateMachine):
         before = [(self._value(p, group), self._momentum(p)) for p, group in live]
         kinds = [getattr(self.optimizer.state.get(p, {}).get("exp_avg"), "dtype", None) for p, _ in live]
         with torch.no_grad():
-            loss = optimizer.step((lambda: torch.ones(()).requires_grad_()) if way == "closure" else None)  # type: ignore[arg-type,return-value]
+            loss: Any = optimizer.step((lambda: live[0][0].sum() * 2 if live else True) if way == "closure" else None)  # type: ignore[arg-type,return-value]
         assert (loss is not None) == (way == "closure")
+        assert not isinstance(loss, Tensor) or loss.requires_grad, "a closure computes gradients"
         if way in ("scale", "skip"):
             del optimizer.grad_scale, optimizer.found_inf
         for (p, group), (value, momentum), kind in zip(live, before, kinds, strict=True):
