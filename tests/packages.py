@@ -83,7 +83,7 @@ def use(wheel: Path, directory: Path) -> None:
     def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=directory, text=True, capture_output=True, check=False)
 
-    for module in ("numpy", "rich", "matplotlib", "safetensors"):
+    for module in ("numpy", "matplotlib", "safetensors"):
         if run(python, "-c", f"import {module}").returncode == 0:
             sys.exit(f"the environment that should have torch alone has {module}")
     used = run(python, "-c", LIBRARY)

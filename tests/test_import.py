@@ -39,7 +39,7 @@ found = {
     "threads": threads == torch.get_num_threads(),
     "cuda": torch.cuda.is_initialized(),
     "dtensor": "torch.distributed.tensor" in new,
-    "heavy": sorted(tops & {"triton", "rich", "matplotlib", "safetensors", "numpy"}),
+    "heavy": sorted(tops & {"triton", "matplotlib", "safetensors", "numpy"}),
 }
 from onepass import SwapReport, swap
 compat = onepass.compat
@@ -99,7 +99,7 @@ PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
 # None in sys.modules: importing the name raises, and looking for it finds nothing
 TORCH_ALONE = """
 import sys
-for name in ("matplotlib", "numpy", "rich", "safetensors", "triton"):
+for name in ("matplotlib", "numpy", "safetensors", "triton"):
     sys.modules[name] = None
 """
 # what the built wheel does as well, where nothing else is installed (packages.py)
@@ -139,7 +139,7 @@ sys.exit(sum(main(command) for command in {COMMANDS}))
     assert done.stdout.startswith("used ")
     assert "all is well" in done.stdout
     assert done.stdout.endswith("\n0\n")
-    needs = "needs matplotlib, numpy, rich, safetensors: pip install 'onepass[train]'\n"
+    needs = "needs matplotlib, numpy, safetensors: pip install 'onepass[train]'\n"
     assert done.stderr.partition("mark\n")[2] == "".join(f"onepass {command[0]}: {needs}" for command in COMMANDS)
 
 

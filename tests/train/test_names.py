@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from onepass.train.progress import Display, say
-from train.tiny import Terminal, refused
+from onepass.train.progress import say
+from train.tiny import refused
 
 ORDERS = "a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
 SHOWN = r"a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
@@ -18,12 +18,6 @@ SHOWN = r"a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def plain(text: str, lines: int) -> str:
-    assert text.count("\n") == lines
-    assert all(line.isprintable() for line in text.splitlines())
-    return text
 
 
 def test_errors():
@@ -38,21 +32,9 @@ def test_errors():
     assert "holds other things than a run" in refused("train", __file__, "--out", "folder")
 
 
-def test_lines_and_notes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_lines(capsys: pytest.CaptureFixture[str]):
     say(ORDERS)
-    Display(10, 0).note(ORDERS)
-    assert capsys.readouterr().out == f"{SHOWN}\n" * 2
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    display = Display(10, 0)
-    display.note(ORDERS)
-    display.close()
-    # the bar's own orders are there; ours came as text, and [red] is no colour
-    assert SHOWN in terminal.getvalue()
-    assert "\x1b]0;" not in terminal.getvalue()
+    assert capsys.readouterr().out == f"{SHOWN}\n"
 
 
 def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch):

@@ -89,13 +89,6 @@ def at_step(number: int, do: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-class Terminal(io.StringIO):
-    """A terminal in place of `sys.stdout`."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def power_cut(*_: object) -> None:
     raise RuntimeError("power cut")
 

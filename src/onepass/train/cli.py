@@ -229,11 +229,7 @@ def train(
         training = loop.Training(config, corpus, run_, every, world)
         training.restore(saved)
         introduce(training)
-        display = progress.Display(config.steps, training.step)
-        try:
-            training.go(display)
-        finally:
-            display.close()
+        training.go(progress.Progress(config.steps, training.step))
         conclude(training)
     except torch.OutOfMemoryError:
         raise UserError(

@@ -28,7 +28,7 @@ from onepass.train.config import Config
 from onepass.train.language import ByteModel
 from onepass.train.model import parameter_groups
 from onepass.train.parallel import World
-from onepass.train.progress import Display
+from onepass.train.progress import Progress, say
 from onepass.train.run import Run
 
 FLUSH = 10  # steps between two readings of the loss; each reading makes the host wait for the GPU
@@ -100,7 +100,7 @@ class Training:
         )  # fmt: skip
         self.saved = self.step
 
-    def go(self, display: Display) -> None:
+    def go(self, progress: Progress) -> None:
         """Train from the current step to the last; raise InterruptedRunError after a stop signal."""
         config = self.config
         with stop_signals() as received:
@@ -124,14 +124,14 @@ class Training:
                 speed = steps * config.batch * config.seq / spent
                 self.seconds += spent
                 self.world.agree(received, stopped)
-                display.update(self.step, loss, loss / math.log(2), speed)
+                progress.update(self.step, loss, loss / math.log(2), speed)
                 if self.update.why_eager and not told:
-                    display.note(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
+                    say(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
                     told = True
                 if measure:
                     bits = self.measure(config.eval_windows)
                     self._log_measured(bits)
-                    display.note(f"validation after {self.step:,} steps: {bits.bits:.3f} bits per byte")
+                    say(f"validation after {self.step:,} steps: {bits.bits:.3f} bits per byte")
                 if save:
                     self.save()
                 clock = time.perf_counter()

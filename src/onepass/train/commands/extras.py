@@ -7,7 +7,7 @@ import importlib.util
 from onepass.train.commands.errors import UserError
 
 # extra → import names of what it installs, as in pyproject.toml
-EXTRAS = {"train": ("matplotlib", "numpy", "rich", "safetensors")}
+EXTRAS = {"train": ("matplotlib", "numpy", "safetensors")}
 
 
 def require(extra: str) -> None:
