@@ -48,9 +48,7 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
 
 
 def check_sizes(caller: str, block: int, memory: int) -> None:
-    """Raise ValueError unless block ≥ 1 and memory is a positive multiple of it."""
-    if block < 1:
-        raise ValueError(f"{caller}: block must be ≥ 1, got {block}")
+    """Raise ValueError unless memory is a positive multiple of block, which is ≥ 1."""
     if memory < block or memory % block:
         raise ValueError(f"{caller}: memory must be a positive multiple of block = {block}, got {memory}")
 

@@ -146,7 +146,7 @@ def _score_ways(x: Any, weight: Any, *rest: Any) -> list[Way]:
     return [((0, 0), (0, REPLICATE)), ((weight.ndim, 1), (1, REPLICATE))]
 
 
-_call_score, score_op, score_backward_op = operator(
+_call_score, *_ = operator(
     "score", _score, _score_backward, ("scores", "inverse"), fake=_fake_score, ways=_score_ways,
     registered="routing_score", check_fake=_check_score,
 )  # fmt: skip
@@ -207,7 +207,7 @@ def _gather_ways(x: Any, indices: Any, n: int) -> list[Way]:
 
 
 # n: the tokens of x, whose gradient needs no more of it
-_call_gather, gather_op, gather_backward_op = operator(
+_call_gather, *_ = operator(
     "gather", _gather, _gather_backward, ("y",), fake=lambda x, i, n: x.new_empty((*i.shape, x.shape[-1])),
     ways=_gather_ways, of=("x",), fake_back=lambda dy, i, n: dy.new_empty((i.shape[0], n, dy.shape[-1])),
     registered="routing_gather", check_fake=_check_gather,
@@ -259,7 +259,7 @@ def _scatter_ways(y: Any, update: Any, gates: Any, indices: Any) -> list[Way]:
     return [*ways, ((0,), (0, 0, gates if gates is None else 0, 0))] if y.ndim == 3 else ways
 
 
-_call_scatter, scatter_op, scatter_backward_op = operator(
+_call_scatter, _, scatter_backward_op = operator(
     "scatter_add", _scatter, scatter_backward, ("out",), ways=_scatter_ways,
     fake=lambda y, *rest: torch.empty(y.shape, dtype=y.dtype, device=y.device),
     registered="routing_scatter_add", check_fake=_check_scatter,
@@ -333,4 +333,4 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
     return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
 
 
-__all__ = ["MAX_VECTORS", "gather", "gather_op", "scatter_add", "scatter_op", "score"]
+__all__ = ["MAX_VECTORS", "gather", "scatter_add", "score"]

@@ -72,7 +72,7 @@ def _like(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_call_rotary, rotary_op, _ = operator(
+_call_rotary, *_ = operator(
     "rotary", _rotary, _rotary_backward, ("y",), fake=_like, ways=_rotary_ways, of=("x",), fake_back=_like
 )
 
@@ -170,7 +170,7 @@ def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list
     return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
 
 
-_call_packed, packed_forward_op, packed_backward_op = operator(
+_call_packed, *_ = operator(
     "rotary_attention", packed_forward, packed_backward, ("out", "lse", "turned"), fake=_fake_packed,
     ways=_packed_ways, of=("qkv",),
 )  # fmt: skip
@@ -248,6 +248,7 @@ def _checked(
         arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
             raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
+        check.same_device(op, "mask", mask, of, q)
     if scale is None:
         return first, last, 1 / math.sqrt(max(q.shape[-1], 1))
     arguments.number(op, "scale", scale, arguments.LARGEST)

@@ -57,6 +57,7 @@ _BAD = (
     BadCall("short span", _call(last=torch.arange(2)), ValueError, r"last must be \(n,\)"),
     BadCall("float mask", _call(mask=torch.ones(2, 5)), TypeError, "mask must be bool"),
     BadCall("scale", _call(scale=0.0), ValueError, "scale must be > 0, got 0.0"),
+    BadCall("mask elsewhere", _call(mask=torch.ones(2, 5, device="meta").bool()), ValueError, "mask is on meta but q"),
     BadCall("mask of queries", _call(mask=torch.ones(2, 3).bool()), ValueError, "mask must be"),
 )
 
