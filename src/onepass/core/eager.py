@@ -56,6 +56,11 @@ def plain(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and is_plain_eager_call(tensors)
 
 
+def visible(*tensors: torch.Tensor | None) -> bool:
+    """Return whether the host may read the values of these tensors: it waits for no device, and breaks no trace."""
+    return plain(*tensors) and all(t is None or t.device.type == "cpu" for t in tensors)
+
+
 def takes_operators(*tensors: torch.Tensor | None) -> bool:
     """Return whether a call with these tensors may go to one large operator through the dispatcher.
 

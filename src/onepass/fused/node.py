@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from operator import itemgetter
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -59,13 +59,6 @@ def _register_formulas() -> None:
             registry.update({op: module.flop_registry[op] for op in _formulas if op not in registry})
 
 
-class Fused(NamedTuple):
-    """A fused layer: ``call(plan, *arguments)`` returns the public results."""
-
-    call: Callable[..., Any]
-    forward_op: Any
-
-
 def _memoryless(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` for FakeTensors: as on a CPU, because kernels need memory."""
 
@@ -85,9 +78,10 @@ def _memoryless(run: Callable[..., Any]) -> Callable[..., Any]:
 def fused(
     name: str, plan: type[Any], forward: Callable[..., Any], backward_products: Callable[..., Any],
     backward_tokens: Callable[..., Any], multiplications: Callable[..., int], weights: int,
-) -> Fused:  # fmt: skip
-    """Return the layer that these functions define, as the module's docstring has them; `plan`: the type of its
-    settings, hashable.
+) -> tuple[Callable[..., Any], Any]:  # fmt: skip
+    """Return the layer that these functions define, as the module's docstring has them, and its forward operator.
+
+    ``layer(plan, *arguments)`` returns the public results; `plan` is the type of its settings, which are hashable.
 
     The operators have the `name` in small letters. ``multiplications(plan, x, *weights)`` counts those, and additions,
     of the products with weights, from shapes. The last `weights` arguments are such weights.
@@ -240,4 +234,4 @@ def fused(
         _register_formulas()
         return forward_op(*args, *flat(plan))[:n_public]
 
-    return Fused(call, forward_op)
+    return call, forward_op

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import visible
 from onepass.ops._shared import arguments
 
 
@@ -30,7 +30,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     the host would wait for them.
     """
     check_bounds(caller, cu_seqlens, max_seqlen, device)
-    if plain(cu_seqlens) and device.type == "cpu":
+    if visible(cu_seqlens):
         bounds = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != total or min(lengths, default=0) < 0:
@@ -114,7 +114,7 @@ def check_bounds(module: str, cu_seqlens: Tensor, max_seqlen: int | None, device
         raise ValueError(f"{module}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
         raise TypeError(f"{module}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
-    if max_seqlen is None and not (plain(cu_seqlens) and device.type == "cpu"):
+    if max_seqlen is None and not visible(cu_seqlens):
         raise ValueError(
             f"{module}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
             f"cu_seqlens: on {device}, or when compiled"

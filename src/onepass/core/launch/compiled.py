@@ -6,7 +6,7 @@ import contextlib
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,20 +42,9 @@ def launch_arguments(
     return (*grid, stream, *head, own) if packed else (*grid, stream, *head, *own)
 
 
-class Listener(Protocol):
-    """Receives every launch of its thread."""
-
-    def launched(
-        self, entry: Compiled, grid: Grid, tensors: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
-    ) -> None:
-        """Record the launch of a compiled kernel."""
-
-    def refuse(self) -> None:
-        """Record that this call contains a launch that can't be replayed."""
-
-
 class _Recording(threading.local):
-    listener: Listener | None = None
+    # its `launched` gets each launch of a compiled kernel, its `refuse` each that can't be replayed
+    listener: Any = None
 
 
 _recording = _Recording()
@@ -68,7 +57,7 @@ def is_recording() -> bool:
 
 
 @contextlib.contextmanager
-def recording(listener: Listener) -> Iterator[None]:
+def recording(listener: Any) -> Iterator[None]:
     """Report every launch in this thread to `listener`."""
     _recording.listener = listener
     try:

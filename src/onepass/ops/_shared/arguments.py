@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import visible
 from onepass.core.launch import as_rows
 
 # largest finite fp32 number
@@ -105,7 +105,7 @@ def positive(op: str, name: str, value: Any, like: Tensor) -> None:
             f"got {tuple(value.shape)}"
         )
     check.same_device(op, name, value, "scores", like)
-    if _visible(value) and not bool((value > 0).all()):
+    if visible(value) and not bool((value > 0).all()):
         raise ValueError(f"{op}: {name} must be > 0 everywhere, got a minimum of {value.min().item():g}")
 
 
@@ -132,11 +132,6 @@ def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     if len(shape) > len(to):
         return False
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
-
-
-def _visible(value: Tensor) -> bool:
-    """Return whether the values can be read without waiting for a device and without breaking a trace."""
-    return plain(value) and value.device.type == "cpu"
 
 
 def split(value: Tensor | float) -> tuple[Tensor | None, float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import visible
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
@@ -73,7 +73,7 @@ def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
         raise ValueError(f"{OP}: positions must be {accepted}; got {tuple(positions.shape)}")
     check.same_device(OP, "positions", positions, "q", q)
     # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
-    if positions.numel() and positions.is_cpu and plain(positions):
+    if positions.numel() and visible(positions):
         low, high = (int(v) for v in torch.aminmax(positions))
         if low < 0 or high >= count:
             raise ValueError(f"{OP}: positions must be from 0 to {count - 1}; got {low} to {high}")

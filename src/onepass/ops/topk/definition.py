@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import visible
 from onepass.core.launch import cdiv
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.definition import definition as soft_topk
@@ -55,9 +55,7 @@ def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor 
                 f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}"
             )
         check.same_device(op, name, value, "scores", scores)
-    if scores.device.type != "cpu" or not plain(scores, start, lengths):
-        return
-    if not all(value.numel() for value in given.values()):
+    if not visible(scores, start, lengths) or not all(value.numel() for value in given.values()):
         return
     for name, value in given.items():
         least, most = (int(x) for x in value.aminmax())
