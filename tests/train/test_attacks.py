@@ -143,7 +143,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "--preset cpu --dim 8 --seq 8 --batch 1 --blocks 1 --device cpu --steps 1",
     ),
     "show": ("--out --bytes", ""),
-    "generate": ("--prompt --length --temperature --stop --seed --device", "--length 1"),
+    "generate": ("--prompt --length --temperature --seed --device", "--length 1"),
     "doctor": ("--help", "--bogus"),
     "?": ("--help", ""),
 }

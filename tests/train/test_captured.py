@@ -17,7 +17,7 @@ gpu = pytest.mark.gpu
 
 
 def _training(path: Path, **values: object) -> loop.Training:
-    corpus = data.load([write_texts(path / "text")], binary=False, follow_links=False)
+    corpus = data.load([write_texts(path / "text")])
     small = {"batch": 4, "seq": 128, "dim": 64, "steps": 8, "device": "cuda", "precision": "bf16"}
     run = Run(path / "run")
     run.path.mkdir()

@@ -234,7 +234,7 @@ def test_what_resuming_refuses(finished: Path, texts: Path):
 
     assert "--steps 8: the run has 12; give more to train longer" in said("--steps", 8)
     assert "task is causal here and masked in the run" in said("--task", "causal")
-    assert "binary is True here and False in the run" in said("--binary")
+    assert "model is routed here and transformer in the run" in said("--model", "routed")
 
     path = finished / checkpoint.NAME
     whole = path.read_bytes()

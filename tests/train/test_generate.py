@@ -50,14 +50,7 @@ def test_draws_follow_the_seed_and_the_temperature(run: Path) -> None:
     assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
     assert text().startswith("to")
     assert text().endswith("\n")
-
-
-def test_length_and_stop(run: Path) -> None:
-    long = printed("generate", run, "--prompt", "to", "--length", 30, "--temperature", 0)
-    inside = long[2:-1]
-    stop = inside[4:6]
-    cut = printed("generate", run, "--prompt", "to", "--length", 30, "--temperature", 0, "--stop", stop)
-    assert cut == "to" + inside[: inside.index(stop) + len(stop)] + "\n"
+    assert text("--length", 30, "--temperature", 0).startswith(text("--temperature", 0)[:-1])
 
 
 def test_what_a_terminal_would_obey_is_escaped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +64,6 @@ def test_what_a_terminal_would_obey_is_escaped(run: Path, monkeypatch: pytest.Mo
     [
         (["run", "--prompt", ""], "--prompt is empty"),
         (["run", "--prompt", "a" * 33], "--prompt has 33 bytes, more than the 32 that"),
-        (["run", "--prompt", "a", "--stop", ""], "--stop is empty"),
         (["run"], "the following arguments are required: --prompt"),
         (["run", "--prompt", "a", "--temperature", "-1"], "--temperature: must be from 0 to 100"),
         (["run", "--prompt", "a", "--length", "0"], "--length: must be from 1"),

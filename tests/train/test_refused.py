@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.tiny import TINY, contents, printed, refused
+from train.tiny import TINY, contents, refused
 
 TRAIN = {
     "nowhere.txt": "can't read nowhere.txt: no such file or directory",
@@ -21,7 +21,7 @@ TRAIN = {
     "empty.txt": "empty.txt is no text (it is empty)",
     "white.txt": "white.txt is no text (it is only white space)",
     "text program": "program is no text (it is binary: byte 7 is NUL)",
-    "noise": "NUL); give files of text; --binary takes it",
+    "noise": "NUL); give files of text",
     "binaries": "there is no text in binaries (program: it is binary: byte 4 is NUL)",
     "text --seq 100000": "a sequence of 100,000 bytes is longer than the training data",
     "text --seq 2000": "a sequence of 2,000 bytes is longer than the validation data",
@@ -36,13 +36,9 @@ TRAIN = {
     "text --preset tpu": "--preset: invalid choice: 'tpu'",
     "text --task best": "--task: invalid choice: 'best'",
     "text --resume --force": "not allowed with argument",
-    "text --sequence-parallel": "--sequence-parallel went with rows over several processes: leave it out",
     "text --out letters": "letters holds other things than a run ('a.txt')",
     "text --out text/1.txt": "can't use text/1.txt as a directory: not a directory",
     "text --out text/1.txt/below": "as a directory: not a directory",
-    "text --tensorboard": "--tensorboard went: metrics.jsonl has the same numbers",
-    "--config run.toml": "--config went with files of options: write them on the command line",
-    "--route random": "--route went with the choices to compare with: leave it out, routers learn",
     **({} if torch.cuda.is_available() else {"text --device cuda": "--device cuda: torch sees no CUDA device here"}),
 }
 SHOW = {
@@ -87,8 +83,6 @@ def test_show(finished: Path):
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for arguments, said in SHOW.items():
         assert said in refused("show", *arguments.split())
-    Path("zero").write_bytes(b"a\0b")
-    printed("show", "run", "zero", "--binary")
 
 
 def test_nothing_is_overwritten(finished: Path):

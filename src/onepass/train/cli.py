@@ -43,8 +43,7 @@ what is left in DIR:
 """
 # options that decide the result, named as in a configuration
 SETTINGS = (
-    "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
-    "follow_links",
+    "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads",
 )  # fmt: skip
 
 
@@ -65,12 +64,11 @@ def run(args: argparse.Namespace) -> int:
     """Train, draw the pictures, print a summary; return the exit code."""
     import torch
 
-    from onepass.train import loop, options, parallel, progress
+    from onepass.train import loop, parallel, progress
 
     threads = torch.get_num_threads()
     with parallel.joined() as world:
-        options.refuse_gone(args)
-        world.fsdp = bool(args.fsdp)
+        world.fsdp = args.fsdp
         try:
             if isinstance(world, parallel.Processes) and not world.first:
                 return world.leave(follow(args, world))
@@ -124,7 +122,7 @@ def follow(args: argparse.Namespace, world: Processes) -> int:
     from onepass.train import data
 
     run_, config, saved = world.follow()
-    corpus = data.load(args.paths or config.paths, binary=config.binary, follow_links=config.follow_links)
+    corpus = data.load(args.paths or config.paths)
     if corpus.digest != config.data:
         raise UserError(f"process {world.rank} reads other data than process 0: every host needs the same files")
     torch.set_num_threads(config.threads)
@@ -150,7 +148,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
 
     device = pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
-    corpus = data.load(args.paths, binary=bool(args.binary), follow_links=bool(args.follow_links))
+    corpus = data.load(args.paths)
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
@@ -199,7 +197,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
         raise UserError(f"--resume --steps {args.steps:,}: the run has {config.steps:,}; give more to train longer")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--resume: the run was on a CUDA device, and torch sees none here; start another run")
-    corpus = data.load(args.paths or config.paths, binary=config.binary, follow_links=config.follow_links)
+    corpus = data.load(args.paths or config.paths)
     if corpus.digest != config.data:
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")

@@ -13,7 +13,7 @@ TASKS = ("masked", "causal")
 MODELS = ("transformer", "routed")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "bf16")
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class Config:
     eval_windows: int  # validation sequences of the curve
     final_windows: int  # validation sequences of the last lines
     threads: int  # CPU threads, which decide the order of sums
-    binary: bool  # whether files with NUL bytes are read
-    follow_links: bool  # whether files behind links out of a directory are read
     data: str  # digest of the names and bytes of the data
     paths: tuple[str, ...]  # where the data was read; empty: the standard library's sources
     changes: tuple[str, ...]  # what --resume changed, and after which step
@@ -103,12 +101,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
     "threads": (1, 4096),
 }  # fmt: skip
-# how data is read, and no change by --resume yet
-DATA: dict[str, object] = {"binary": False, "follow_links": False, "changes": ()}
 # the types of a field's values in a file, in words; math.isfinite is asked as well
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false"),
-    "str": ((str,), "a text"), "tuple": ((list, tuple), "a list of texts"),
+    "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "str": ((str,), "a text"),
+    "tuple": ((list, tuple), "a list of texts"),
 }  # fmt: skip
 CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": DEVICES, "precision": PRECISIONS}
 
@@ -116,7 +112,7 @@ CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": D
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
     given = {name: value for name, value in values.items() if value is not None}
-    merged: dict[str, object] = {"task": "masked", "model": "transformer", **DATA, **COMMON, **PRESETS[preset]}
+    merged: dict[str, object] = {"task": "masked", "model": "transformer", "changes": (), **COMMON, **PRESETS[preset]}
     merged |= {**(ROUTED[preset] if given.get("model") == "routed" else {}), "preset": preset, **given}
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):

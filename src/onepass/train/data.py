@@ -44,16 +44,15 @@ def position(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def load(paths: Sequence[str], *, binary: bool = False, follow_links: bool = False) -> Corpus:
+def load(paths: Sequence[str]) -> Corpus:
     """Read the files, and all text files of the directories, and split them into training and validation.
 
-    Without paths: the Python sources of the standard library. `binary` reads files with NUL bytes as well,
-    `follow_links` files behind links that lead out of a directory.
+    Without paths: the Python sources of the standard library.
 
     The hash of a file's path below the given directory decides its part, always for the whole file. Both parts get a
     file: the smallest hash always validates, the largest always trains. A single file is cut: its last tenth validates.
     """
-    sources, left_out = gather(paths, binary=binary, follow_links=follow_links)
+    sources, left_out = gather(paths)
     if len(sources) == 1:
         only = sources[0]
         cut = len(only.content) - len(only.content) // 10

@@ -23,10 +23,10 @@ same text on the same machine. On a terminal, the last line tells how fast it wa
 MOST = 2**17
 EXAMPLES = """\
 examples:
-  onepass train --task causal ~/notes --out runs/notes       first a model
-  onepass generate runs/notes --prompt "def "                256 bytes after "def "
-  onepass generate runs/notes --prompt "# " --temperature 0 --stop .      the likeliest byte each time, to a full stop
-  onepass generate runs/notes --prompt "a" --length 1000 --seed 7         a longer text, another draw
+  onepass train --task causal ~/notes --out runs/notes            first a model
+  onepass generate runs/notes --prompt "def "                     256 bytes after "def "
+  onepass generate runs/notes --prompt "# " --temperature 0       the likeliest byte each time
+  onepass generate runs/notes --prompt "a" --length 99 --seed 7   another length, another draw
 """
 
 
@@ -50,7 +50,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
         help="0: the likeliest byte each time; 1: as likely as the model finds it (default: 0.8)",
     )  # fmt: skip
-    parser.add_argument("--stop", metavar="TEXT", help="end after the first TEXT that is written")
     parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
 
@@ -67,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--prompt is empty; give at least one byte to go on from")
     if len(prompt) > seen:
         raise UserError(f"--prompt has {len(prompt):,} bytes, more than the {seen:,} that the model has seen at a time")
-    if args.stop is not None and not args.stop:
-        raise UserError("--stop is empty; give a text to end after, or leave it out")
     model = model.to(pick_device(args.device))
     if len(prompt) + args.length > seen:
         sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
@@ -76,24 +73,17 @@ def run(args: argparse.Namespace) -> int:
     count = min(args.length, MOST - len(prompt) + 1)
     decoder = model.decoder(1, len(prompt) + count - 1, temperature=args.temperature, seed=args.seed)
     show = codecs.getincrementaldecoder("utf-8")("replace")
-    stop = None if args.stop is None else args.stop.encode("utf-8", "surrogateescape")
     _write(show.decode(prompt))
-    length, tail, began = 0, b"", time.perf_counter()
+    length, began = 0, time.perf_counter()
     try:
         for tokens in decoder.stream(torch.tensor([list(prompt)], device=device), count):
             for byte in tokens[0].tolist():
                 _write(show.decode(bytes([byte])))
                 length += 1
-                if stop is not None:
-                    tail = (tail + bytes([byte]))[-len(stop) :]
-                    if tail == stop:
-                        break
-            if stop is not None and tail == stop:
-                break
     except ValueError as error:
         raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
     _write(show.decode(b"", final=True) + "\n")
-    if length == count < args.length and tail != stop:
+    if count < args.length:
         sys.stderr.write(f"note: a text ends at {MOST:,} bytes, where its caches are full\n")
     if sys.stderr.isatty():
         seconds = time.perf_counter() - began

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
 from onepass.train.config import MODELS, PRESETS, RANGES, TASKS
 
@@ -26,17 +25,6 @@ CHOICES = {
     "task": TASKS,
     "model": MODELS,
     "device": ("auto", "cpu", "cuda"),
-}
-FLAGS = {
-    "binary": "read files with NUL bytes as well; without it they are no text",
-    "follow_links": "read files behind links that lead out of a given directory",
-    "fsdp": "with torchrun: each process holds a part of the weights, for a model that fits on no GPU; slower",
-}
-GONE = {
-    "config": "went with files of options: write them on the command line, which a script can hold",
-    "route": "went with the choices to compare with: leave it out, routers learn",
-    "sequence_parallel": "went with rows over several processes: leave it out, each takes its rows of a batch",
-    "tensorboard": "went: metrics.jsonl has the same numbers, a JSON object a line",
 }
 
 
@@ -60,19 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=_number(name), metavar="X" if name == "lr" else "N", help=what + default)
     every = f"steps between checkpoints (default: {' or '.join(map(str, CHECKPOINT_EVERY.values()))}, by preset)"
     add("--checkpoint-every", type=_number("checkpoint_every"), metavar="N", help=every)
-    for name, what in FLAGS.items():
-        add(f"--{name.replace('_', '-')}", action="store_true", default=None, help=what)
-    for name in GONE:
-        add(f"--{name.replace('_', '-')}", action="store_true", default=None, help=argparse.SUPPRESS)
+    add(
+        "--fsdp", action="store_true",
+        help="with torchrun: each process holds a part of the weights, for a model that fits on no GPU; slower",
+    )  # fmt: skip
 
 
 def _number(name: str) -> Callable[[str], int | float]:
     low, high = RANGES.get(name, (1, 10**9))
     return number(low, high, float if name == "lr" else int)
-
-
-def refuse_gone(args: argparse.Namespace) -> None:
-    """Refuse options that are gone."""
-    for name, why in GONE.items():
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} {why}")

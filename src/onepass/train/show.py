@@ -30,7 +30,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
     )
-    parser.add_argument("--binary", action="store_true", help="draw a file with NUL bytes as well")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     where = checkpoint.of_run(args.directory)
     if args.file.is_dir():
         raise UserError(f"{args.file} is a directory; give one file of text")
-    content = sources.read_text(args.file, binary=args.binary)
+    content = sources.read_text(args.file)
     saved = checkpoint.load(where)
     # metrics are optional: a checkpoint may be passed on without them
     if (args.directory / METRICS).exists():

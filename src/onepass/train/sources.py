@@ -38,35 +38,34 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def why_no_text(content: bytes, *, binary: bool = False) -> str | None:
+def why_no_text(content: bytes) -> str | None:
     """Return why these bytes are not text, or None if they are.
 
-    Text of any encoding has no NUL byte, UTF-16 and UTF-32 aside; a model of bytes needs to know no more. With
-    `binary`, NUL bytes are welcome. An empty file or white space alone teaches nothing.
+    Text of any encoding has no NUL byte, UTF-16 and UTF-32 aside; a model of bytes needs to know no more. An empty file
+    or white space alone teaches nothing.
     """
     if not content.strip():
         return "it is empty" if not content else "it is only white space"
-    nul = -1 if binary else content.find(b"\0")
+    nul = content.find(b"\0")
     return None if nul < 0 else f"it is binary: byte {nul} is NUL"
 
 
-def read_text(path: Path, *, binary: bool = False) -> bytes:
+def read_text(path: Path) -> bytes:
     """Read one file that the user named; raise UserError if it is not text."""
     content = files.read(path)
-    if why := why_no_text(content, binary=binary):
-        hint = "; --binary takes it" if "NUL" in why else ""
-        raise UserError(f"{path} is no text ({why}); give files of text{hint}")
+    if why := why_no_text(content):
+        raise UserError(f"{path} is no text ({why}); give files of text")
     return content
 
 
-def gather(paths: Sequence[str], *, binary: bool, follow_links: bool) -> tuple[list[Source], list[LeftOut]]:
+def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     """Read the files that are given or found; return them and what was left out of the directories."""
     left_out: list[LeftOut] = []
     found: list[tuple[str, Path, bool]] = []
     for given in paths:
         root = Path(given)
         if root.is_dir():
-            found += [(name, path, False) for name, path in _walk(root, follow_links, left_out)]
+            found += [(name, path, False) for name, path in _walk(root, left_out)]
         else:
             found.append((root.name, root, True))
     if not paths:
@@ -75,8 +74,8 @@ def gather(paths: Sequence[str], *, binary: bool, follow_links: bool) -> tuple[l
     sources: list[Source] = []
     seen: dict[str, str] = {}
     for name, path, named in found:
-        content = read_text(path, binary=binary) if named else files.read(path)
-        if not named and (why := why_no_text(content, binary=binary)):
+        content = read_text(path) if named else files.read(path)
+        if not named and (why := why_no_text(content)):
             left_out.append(LeftOut(name, why))
             continue
         digest = hashlib.sha256(content).hexdigest()
@@ -99,10 +98,10 @@ def python_sources(root: Path) -> Iterator[Path]:
         yield from (path for name in names if name.endswith(".py") and (path := folder / name).is_file())
 
 
-def _walk(root: Path, follow_links: bool, left_out: list[LeftOut]) -> Iterator[tuple[str, Path]]:
+def _walk(root: Path, left_out: list[LeftOut]) -> Iterator[tuple[str, Path]]:
     """Yield name and path of the regular files below a directory, hidden ones aside.
 
-    A link could lead to any file of the machine, such as a key: links out of the directory need `follow_links`.
+    A link could lead to any file of the machine, such as a key: who means a link out of the directory names it.
     """
     inside = root.resolve()
     for folder, names in _folders(root, {"__pycache__"}):
@@ -113,8 +112,8 @@ def _walk(root: Path, follow_links: bool, left_out: list[LeftOut]) -> Iterator[t
                 if path.is_dir():
                     left_out.append(LeftOut(shown, "it is a link to a directory"))
                     continue
-                if not (follow_links or path.resolve().is_relative_to(inside)):
-                    left_out.append(LeftOut(shown, "it is a link out of the directory; --follow-links reads it"))
+                if not path.resolve().is_relative_to(inside):
+                    left_out.append(LeftOut(shown, "it is a link out of the directory; give the link itself"))
                     continue
             # regular files only: reading a pipe or a socket could wait for ever
             if path.is_file():
