@@ -209,63 +209,52 @@ def test_bytes_kept_of_windows_and_of_all_tokens() -> None:
     assert short == (1024 + 2 * WINDOW + 4 * WINDOW) * 2 * DIM * 8
 
 
-def _no_room() -> None:
-    decoder = Model().decoder(3, 9)
-    decoder.prefill(_prompt()[:, :9])
+def _no_room(decoder: Decoder) -> None:
+    decoder.prefill(_prompt()[:, :60])
     decoder.step()
 
 
-@pytest.mark.parametrize(
-    ("run", "error", "match"),
-    [
-        (lambda: Model().decoder(temperature=-1), ValueError, "temperature must be a finite number ≥ 0, got -1"),
-        (lambda: Model().decoder(temperature="1"), TypeError, "temperature must be a number"),
-        (lambda: Model().decoder(top_p=0), ValueError, "top_p must be a probability"),
-        (lambda: Model().decoder(top_k=0), ValueError, "top_k must be ≥ 1"),
-        (lambda: Model().decoder(batch=0), ValueError, "batch must be ≥ 1"),
-        *(
-            (lambda b=b: Decoder(b, nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU")
-            for b in (nn.ReLU(), [nn.ReLU()])
-        ),
-        (lambda: Model(dropout=0.1).train().decoder().prefill(_prompt()), ValueError, r"call eval\(\) on the model"),
-        (lambda: Model().decoder().prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
-        (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 9]), ValueError, "lengths must be 3 numbers"),
-        (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 0, 9]), ValueError, "from 1 to n = 9"),
-        (lambda: Model().decoder(max_tokens=9).prefill(_prompt()), ValueError, "= 9 tokens, got a prompt of 60"),
-        (lambda: Model().decoder().generate(_prompt()[:, :50], 12), ValueError, "a prompt of 50 and count = 12"),
-        (_no_room, ValueError, "max_tokens = 9 tokens, got token 10"),
-        *(
-            (lambda name=name, value=value: Model().decoder(**{name: value}), error, f"Decoder: {name} must be ")
-            for name, value, error in (
-                ("stop", 1.5, TypeError),
-                ("stop", True, TypeError),
-                ("stop", -1, ValueError),
-                ("stop", 64, ValueError),
-                ("seed", 0.5, TypeError),
-                ("seed", -1, ValueError),
-                ("lookback", 0.5, TypeError),
-                ("lookback", -1, ValueError),
-            )
-        ),
-        *(
-            (
-                lambda prompt=prompt: Model().decoder().prefill(prompt),
-                TypeError,
-                "Decoder: prompt must be a tensor of int64",
-            )
-            for prompt in ([[1]] * 3, torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32))
-        ),
-        *(
-            (lambda m=m, run=run: run(Model().decoder(), m), TypeError, "Decoder: lengths must be 3 ints, got ")
-            for m in ([1, 2, 3.0], 5, torch.ones(3))
-            for run in (lambda d, m: d.prefill(_prompt()[:, :9], m), lambda d, m: d.generate(_prompt()[:, :9], 3, m))
-        ),
-        (lambda: Model().decoder().load_state_dict({}), ValueError, "tokens must be"),
-    ],
-)
+OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"temperature": -1}, ValueError, "temperature must be a finite number ≥ 0, got -1"),
+    ({"temperature": "1"}, TypeError, "temperature must be a number"),
+    ({"top_p": 0}, ValueError, "top_p must be a probability"),
+    ({"top_k": 0}, ValueError, "top_k must be ≥ 1"),
+    ({"batch": 0}, ValueError, "batch must be ≥ 1"),
+    *(({name: wrong}, error, f"Decoder: {name} must be ") for name in ("stop", "seed", "lookback")
+      for wrong, error in ((1.5, TypeError), (-1, ValueError))),
+    ({"stop": True}, TypeError, "Decoder: stop must be "),
+    ({"stop": VOCABULARY}, ValueError, "Decoder: stop must be "),
+]  # fmt: skip
+NINE = _prompt()[:, :9]
+CALLS: list[tuple[Any, type[Exception], str]] = [
+    (lambda d: d.prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
+    (lambda d: d.prefill(NINE, [9, 9]), ValueError, "lengths must be 3 numbers"),
+    (lambda d: d.prefill(NINE, [9, 0, 9]), ValueError, "from 1 to n = 9"),
+    (lambda d: d.prefill(_prompt(3, 61)), ValueError, "= 60 tokens, got a prompt of 61"),
+    (lambda d: d.generate(_prompt()[:, :50], 12), ValueError, "a prompt of 50 and count = 12"),
+    (_no_room, ValueError, "max_tokens = 60 tokens, got token 61"),
+    *((lambda d, wrong=wrong: d.prefill(wrong), TypeError, "Decoder: prompt must be a tensor of int64")
+      for wrong in ([[1]] * 3, torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32))),
+    *((lambda d, m=m: d.prefill(NINE, m), TypeError, "Decoder: lengths must be 3 ints, got ")
+      for m in ([1, 2, 3.0], 5, torch.ones(3))),
+    (lambda d: d.generate(NINE, 3, 5), TypeError, "Decoder: lengths must be 3 ints, got "),
+    (lambda d: d.load_state_dict({}), ValueError, "tokens must be"),
+    (lambda d: Decoder(nn.ReLU(), d.embed, d.head, batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU"),
+    (lambda d: Decoder([nn.ReLU()], d.embed, d.head, batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU"),
+    (lambda d: Model(dropout=0.1).train().decoder().prefill(NINE), ValueError, r"call eval\(\) on the model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "match"), OPTIONS)
+def test_options_that_are_refused(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Model().decoder(**options)
+
+
+@pytest.mark.parametrize(("run", "error", "match"), CALLS)
 def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        run()
+        run(Model().decoder())
 
 
 @torch.no_grad()

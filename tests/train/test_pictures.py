@@ -1,31 +1,21 @@
 from __future__ import annotations
 
-import os
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepass.train import html, pictures
+from onepass.train import html
 from onepass.train.model import new
 from onepass.train.trace import Trace, trace
-from train.tiny import TINY, config, printed
+from train.tiny import config
 
-PNG = b"\x89PNG\r\n\x1a\n"
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span", "b", "input", "label", "pre", "i", "u",
     "table", "caption", "tr", "th", "td",
 }  # fmt: skip
-ENCODE = pictures._png  # which other tests do without
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
-
-
-@pytest.fixture(autouse=True)
-def _encoded(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "_png", ENCODE)
 
 
 def traced(content: bytes, name: str = "text.txt", **values: object) -> Trace:
@@ -68,26 +58,3 @@ def test_no_text_breaks_out(text: str, name: str):
     rest = re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
     assert not re.search(r"https?:|//|url\(|@import", rest)
     assert reader.text.startswith(EVIL.replace("\n", "↵\n"))
-
-
-@pytest.mark.slow
-def test_show(texts: Path, tmp_path: Path):
-    run, letter, other = tmp_path / "run", tmp_path / "a letter.txt", tmp_path / "new" / "place"
-    printed("train", texts, *TINY, "--steps", 2, "--out", run)
-    assert (run / "loss.png").read_bytes().startswith(PNG)
-    assert "Which expert takes each byte" in (run / "routing.html").read_text()
-    letter.write_text("Dear reader,\n" + EVIL)
-    printed("show", run, letter)
-    printed("show", run, letter, "--out", other, "--bytes", 20)
-    for folder in (run, other):
-        page = (folder / "a letter.txt.routing.html").read_text()
-        assert "Dear" in re.sub("<[^>]*>", "", page)
-        assert "<script" not in page
-    assert "the first 20 of" in page
-    # a name that is no text
-    strange = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt")
-    Path(strange).write_text("some text")
-    printed("show", run, strange)
-    # a directory with pictures of ours is still a run, and may be started over
-    printed("train", texts, *TINY, "--steps", 2, "--out", run, "--force")
-    assert not (run / "a letter.txt.routing.html").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,26 +119,3 @@ def test_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("onepass.train.loop.F.cross_entropy", lambda *args: real(*args) * float("nan"))
     said = refused("train", "text", *TINY, "--out", "run")
     assert re.search(r"the loss is (nan|inf) at step \d+; try a smaller --lr", said)
-
-
-@pytest.mark.slow
-def test_as_a_process():
-    """The real command, from the shell: what it prints where, and how it ends."""
-
-    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "onepass", "train", *arguments],
-            capture_output=True, text=True, check=False, env={**os.environ, **environment},
-        )  # fmt: skip
-        return done.returncode, done.stdout, done.stderr
-
-    assert run("nowhere") == (2, "", "onepass train: can't read nowhere: no such file or directory\n")
-    code, said, refusal = run("--help", PYTHONIOENCODING="ascii")
-    assert (code, refusal) == (0, "")
-    assert r"16 \xd7 256 bytes" in said
-    code, said, refusal = run("text", *TINY, "--steps", "2", "--out", "run")
-    assert (code, refusal) == (0, "")
-    pictures = {"loss.png", "routing.html"}
-    assert contents(Path("run")).keys() == pictures | {
-        "checkpoint.safetensors", "config.json", "data.json", "metrics.jsonl"
-    }  # fmt: skip

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from onepass.__main__ import main
 from onepass.train import checkpoint, loop
 from onepass.train.commands import files
-from train.tiny import TINY, at_step, cut_off, drive, power_cut, printed, refused, rows, same
+from train.tiny import TINY, at_step, cut_off, power_cut, printed, refused, rows, same
 
 Train = Callable[..., int]
 slow = pytest.mark.slow
@@ -68,35 +68,6 @@ def test_a_directory_killed_before_the_run_began_is_free(train: Train, tmp_path:
     (out / "config.json.partial").write_text("{")
     assert train("--out", out) == 0
     assert not (out / "config.json.partial").exists()
-
-
-@slow
-def test_kill_9_again_and_again(train: Train, texts: Path, tmp_path: Path):
-    """Kill, resume, kill, … then once to the end."""
-    script = """
-out, checkpoint = Path("killed"), Path("killed/checkpoint.safetensors")
-random.seed(0)
-kills = 0
-while True:
-    known = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-    again = ["--resume"] if (out / "config.json").exists() else []
-    child = fork(lambda: main(["train", *ARGS, *again, "--out", str(out)]), "log")
-    if kills == 5:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        break
-    # kill it some time after its first checkpoint of this round, so that the rounds go on
-    deadline = time.time() + 60
-    while (checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0) == known and time.time() < deadline:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            raise SystemExit("finished before it was killed")
-    time.sleep(random.random() * 0.02)
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    kills += 1
-"""
-    drive(script, tmp_path, str(texts), *TINY, "--steps", "50", "--checkpoint-every", "1")
-    assert train("--out", tmp_path / "whole", "--steps", "50") == 0
-    same(tmp_path / "whole", tmp_path / "killed")
 
 
 @slow
