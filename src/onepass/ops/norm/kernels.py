@@ -17,6 +17,10 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 # least number that a scale maps to 448: the reciprocal of a smaller scale may leave fp32
 LEAST = tl.constexpr(2.0**-40)
 SMALLEST_E4M3 = tl.constexpr(2.0**-6)
+# arguments that kernels do not specialise on
+SIZES = (
+    "x_row_stride", "r_row_stride", "dy_row_stride", "ds_row_stride", "n_rows", "z_row_stride", "repeat", "n_entries",
+)  # fmt: skip
 
 
 @triton.jit
@@ -43,7 +47,7 @@ def e4m3_codes(x, dtype: tl.constexpr):
     return codes
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
+@triton.jit(do_not_specialize=SIZES)
 def wide_forward_kernel(
     x_ptr,  # (n_rows, N_COLS), unit column stride
     r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
@@ -172,13 +176,12 @@ def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: 
 
 @triton.jit
 def load_weight(
-    ptr, entries, cols, mask, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, TABLE: tl.constexpr,
-    MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
-):  # fmt: skip
+    ptr, entries, cols, mask, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, TABLE: tl.constexpr, MASK_COLS: tl.constexpr
+):
     """Load the weights of a tile's columns: (N_COLS,) for all rows, or of a table each row's own entry."""
     if not TABLE:
         v = load_vector(ptr, cols, N_COLS, BLOCK_R, MASK_COLS)
-    elif MASK_ROWS or MASK_COLS:
+    elif BLOCK_R > 1 or MASK_COLS:
         v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :], mask=mask, other=0.0)
     else:
         v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :])
@@ -218,7 +221,7 @@ def power_of_two(size):
     return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows", "z_row_stride", "repeat", "n_entries"])
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     x_ptr,  # (n_rows, N_COLS), unit column stride
     r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
@@ -292,14 +295,10 @@ def forward_kernel(
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
             mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
             if w_ptr is not None:
-                w = load_weight(
-                    w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
-                )
+                w = load_weight(w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, (i + 1) * BLOCK_C > N_COLS)
                 ws = ws + (w,)
             if b_ptr is not None:
-                b = load_weight(
-                    b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
-                )
+                b = load_weight(b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, (i + 1) * BLOCK_C > N_COLS)
                 bs = bs + (b,)
 
     if STABLE:
@@ -358,9 +357,7 @@ def forward_kernel(
             if EARLY:
                 w = ws[i]
             else:
-                w = load_weight(
-                    w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
-                )
+                w = load_weight(w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, (i + 1) * BLOCK_C > N_COLS)
             w = w.to(tl.float32)
             # a layer norm has an offset beside a table only
             y *= w if HAS_MEAN and not TABLE else w + offset
@@ -371,9 +368,7 @@ def forward_kernel(
             if EARLY:
                 b = bs[i]
             else:
-                b = load_weight(
-                    b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
-                )
+                b = load_weight(b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, (i + 1) * BLOCK_C > N_COLS)
             y += b.to(tl.float32)
         if AFTER & GATE:
             y *= activation(zs[i].to(tl.float32), GATE)
@@ -433,17 +428,7 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(
-    do_not_specialize=[
-        "x_row_stride",
-        "dy_row_stride",
-        "ds_row_stride",
-        "n_rows",
-        "z_row_stride",
-        "repeat",
-        "n_entries",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     dy_ptr,  # (n_rows, N_COLS), unit column stride
     ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none

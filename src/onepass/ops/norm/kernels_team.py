@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import add_pairs
+from .kernels import SIZES, add_pairs
 
 # number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
@@ -129,7 +129,7 @@ def zeros_kernel(
     tl.store(words_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=at < n_words)
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "ds_row_stride", "n_rows"])
+@triton.jit(do_not_specialize=SIZES)
 def team_backward_kernel(
     dy_ptr,  # (n_rows, N_COLS), unit column stride
     ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none

@@ -18,6 +18,13 @@ FORWARD_TILE, BACKWARD_BYTES = 4096, 4096
 WARPS = 4
 # buffers of the software pipeline plus one
 BACKWARD_STAGES = 3
+# arguments that kernels do not specialise on
+SIZES = (
+    "q_rows", "k_rows", "q_heads", "k_heads", "tokens", "dq_batch_stride", "dq_token_stride", "dq_head_stride",
+    "dk_batch_stride", "dk_token_stride", "dk_head_stride", "q_batch_stride", "q_token_stride", "q_head_stride",
+    "k_batch_stride", "k_token_stride", "k_head_stride", "n_positions", "cos_stride", "sin_stride",
+    "positions_batch_stride", "positions_stride", "q_tiles",
+)  # fmt: skip
 
 
 class Heads(NamedTuple):
@@ -174,13 +181,7 @@ def _forward_rows(
     _store_parts(y_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_rows", "k_rows", "q_heads", "k_heads", "tokens", "q_batch_stride", "q_token_stride", "q_head_stride",
-        "k_batch_stride", "k_token_stride", "k_head_stride", "n_positions", "cos_stride", "sin_stride",
-        "positions_batch_stride", "positions_stride", "q_tiles",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
 def rope_forward_kernel(
     q_ptr,  # (batch, tokens, q_heads, D), unit column stride
     k_ptr,  # (batch, tokens, k_heads, D), unit column stride
@@ -287,14 +288,7 @@ def _backward_rows(
         _store_parts(dw_ptr, zero, sums[0], sums[1], sums[2], zero >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_rows", "k_rows", "q_heads", "k_heads", "tokens", "dq_batch_stride", "dq_token_stride", "dq_head_stride",
-        "dk_batch_stride", "dk_token_stride", "dk_head_stride", "q_batch_stride", "q_token_stride", "q_head_stride",
-        "k_batch_stride", "k_token_stride", "k_head_stride", "n_positions", "cos_stride", "sin_stride",
-        "positions_batch_stride", "positions_stride",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
 def rope_backward_kernel(
     dq_out_ptr,  # (batch, tokens, q_heads, D), unit column stride
     dk_out_ptr,  # (batch, tokens, k_heads, D), unit column stride

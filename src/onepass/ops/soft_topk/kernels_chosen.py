@@ -152,41 +152,14 @@ def row_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def sums_kernel(
-    index_ptr,  # as for row_kernel
-    g_ptr,
-    s_ptr,
-    eps_ptr,
-    solution_ptr,
-    sums_ptr,  # (n_rows, 2) fp32: Σ gy·w, Σ gy·w·x
-    g_row_stride,
-    g_col_stride,
-    s_row_stride,
-    eps_stride,
-    n_rows,
-    k,
-    eps_value,
-    KIND: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Long rows, first launch: the sums over their chosen entries."""
-    chosen = Chosen(index_ptr, g_ptr, s_ptr, g_row_stride, g_col_stride, s_row_stride, n_rows, k)
-    rows = tile_rows(BLOCK_R)
-    base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
-    sum_gw, sum_gwx = sums(chosen, rows, base, c, eps, KIND, BLOCK_R, BLOCK_K)
-    tl.store(sums_ptr + rows * 2, sum_gw, mask=rows < n_rows)
-    tl.store(sums_ptr + rows * 2 + 1, sum_gwx, mask=rows < n_rows)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def chosen_kernel(
     index_ptr,  # as for row_kernel
     g_ptr,
     s_ptr,
     eps_ptr,
     solution_ptr,
-    q_ptr,  # (n_rows,) fp32: Σ gy·w / Σ w
+    sums_ptr,  # (n_rows, 2) fp32: Σ gy·w, Σ gy·w·x; None in the last launch
+    q_ptr,  # (n_rows,) fp32: Σ gy·w / Σ w; None in the first launch, like ds_ptr
     ds_ptr,
     g_row_stride,
     g_col_stride,
@@ -200,13 +173,19 @@ def chosen_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Long rows, last launch: their chosen entries."""
+    """Long rows: the first launch makes the sums over their chosen entries, the last one overwrites these."""
     chosen = Chosen(index_ptr, g_ptr, s_ptr, g_row_stride, g_col_stride, s_row_stride, n_rows, k)
     rows = tile_rows(BLOCK_R)
-    here = tile_cols(tl.program_id(1) * BLOCK_K, BLOCK_R, BLOCK_K)
-    base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
-    q = tl.load(q_ptr + rows, mask=rows < n_rows, other=0.0)
-    overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
+    if sums_ptr is not None:
+        base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
+        sum_gw, sum_gwx = sums(chosen, rows, base, c, eps, KIND, BLOCK_R, BLOCK_K)
+        tl.store(sums_ptr + rows * 2, sum_gw, mask=rows < n_rows)
+        tl.store(sums_ptr + rows * 2 + 1, sum_gwx, mask=rows < n_rows)
+    else:
+        here = tile_cols(tl.program_id(1) * BLOCK_K, BLOCK_R, BLOCK_K)
+        base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
+        q = tl.load(q_ptr + rows, mask=rows < n_rows, other=0.0)
+        overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
 
 
 def shape_of_chosen(k: int) -> tuple[int, int, int]:
@@ -235,7 +214,6 @@ def backward(
     if not s.numel():
         return ds, scratch(s, n_rows if need_eps else 0, 1).zero_()
     plan = shape(n_rows, n_cols, HALF_PER_WARP * (2 if n_cols > CROWDED else 1), LONGEST)
-    strides = (*g.stride(), s.stride(0), stride(eps))
     if plan.splits == 1:
         deps = scratch(s, n_rows if need_eps else 0, 1)
         vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
@@ -248,18 +226,19 @@ def backward(
         )  # fmt: skip
         return ds, deps
     block_r, block_k, warps = shape_of_chosen(k)
-    programs = cdiv(n_rows, block_r)
+    programs, given = cdiv(n_rows, block_r), (indices, g, s, eps, solution)
+    numbers = (*g.stride(), s.stride(0), stride(eps), n_rows, n_cols, k, eps_value)
     of_chosen = scratch(s, n_rows, 2)
     launch(
-        sums_kernel, (programs, 1, 1), (indices, g, s, eps, solution, of_chosen),
-        (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+        chosen_kernel, (programs, 1, 1), (*given, of_chosen, None, None), numbers, (kind, block_r, block_k),
+        num_warps=warps,
     )  # fmt: skip
     ds, q, deps = kernels_backward.of_rows(
         None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
     )
     if need_s:
         launch(
-            chosen_kernel, (programs, cdiv(k, block_k), 1), (indices, g, s, eps, solution, q, ds),
-            (*strides, n_rows, n_cols, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+            chosen_kernel, (programs, cdiv(k, block_k), 1), (*given, None, q, ds), numbers, (kind, block_r, block_k),
+            num_warps=warps,
         )  # fmt: skip
     return ds, deps

@@ -20,6 +20,7 @@ from .kernels_sort import (
     EMPTY,
     INFINITY,
     NOTHING,
+    SIZES,
     Results,
     Row,
     bounds,
@@ -37,13 +38,8 @@ from .kernels_sort import (
     to_score,
 )
 
-INTS = [
-    "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k", "capacity", "out_row_stride",
-    "tiles",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=SIZES)
 def pivot_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
@@ -137,7 +133,7 @@ def write_above(
         left &= left - 1
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=SIZES)
 def pass_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
@@ -319,7 +315,7 @@ def choose(
     tl.store(out_ptr + slot, packed, mask=chosen)
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=SIZES)
 def choose_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
@@ -393,16 +389,13 @@ def choose_kernel(
         tl.store(state + 2, disordered)
 
 
-WIDE_INTS = ["s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k"]
-
-
 @triton.jit
 def larger(a, b):
     """Return the larger score; NaN counts as the largest."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=WIDE_INTS)
+@triton.jit(do_not_specialize=SIZES)
 def wide_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None

@@ -25,6 +25,11 @@ LOW = tl.constexpr(4294967295)
 EMPTY_HALF = tl.constexpr(-2147483648)
 # counters of a row in `state`: candidates or survivors, whether one is NaN, whether their order is not that of columns
 COUNTERS = tl.constexpr(3)
+# arguments that kernels do not specialise on
+SIZES = (
+    "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k", "capacity",
+    "packed_row_stride", "out_row_stride", "tiles", "run", "steps", "g_row_stride", "g_col_stride",
+)  # fmt: skip
 
 
 @triton.jit
@@ -202,7 +207,7 @@ def is_nan(packed):
 
 
 __all__ = [
-    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LOW", "NAN", "NOTHING", "Row", "bounds",
+    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LOW", "NAN", "NOTHING", "SIZES", "Row", "bounds",
     "from_boundary", "is_nan", "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "threshold_of",
     "to_column", "to_key", "to_score", "unpack_half",
 ]  # fmt: skip
@@ -290,7 +295,7 @@ def by_column(index):
     return tl.where(index == 0x7FFFFFFF, -1, index)
 
 
-@triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
+@triton.jit(do_not_specialize=SIZES)
 def sort_kernel(
     packed_ptr,  # (n_rows, k) packed survivors: int64, or int32 in the order of columns, which are sorted
     state_ptr,  # (n_rows, COUNTERS) int32: the third says that survivors are not in the order of columns; or None
@@ -335,7 +340,7 @@ def sort_kernel(
     deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST, score)
 
 
-@triton.jit(do_not_specialize=["packed_row_stride", "out_row_stride", "k"])
+@triton.jit(do_not_specialize=SIZES)
 def run_kernel(
     packed_ptr,  # (n_rows, packed_row_stride) int64 survivors: packed, or in order of their scores
     state_ptr,  # (n_rows, COUNTERS) int32: how many of them; whether one is NaN is written here
@@ -364,7 +369,7 @@ def run_kernel(
         tl.store(out_ptr + row * out_row_stride + here, tl.sort(packed, 0, descending=True), mask=here < count)
 
 
-@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "packed_row_stride", "k", "run", "steps"])
+@triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
     packed_ptr,  # (n_rows, packed_row_stride) int64 survivors in sorted runs
     state_ptr,  # (n_rows, COUNTERS) int32: how many of them, whether one is NaN
@@ -424,7 +429,7 @@ def merge_kernel(
             tl.store(out_ptr + packed_row + place, mine, mask=inside)
 
 
-@triton.jit(do_not_specialize=["g_row_stride", "g_col_stride", "n_rows", "n_cols", "k"])
+@triton.jit(do_not_specialize=SIZES)
 def add_kernel(
     index_ptr,  # (n_rows, k) int32 or int64, contiguous: columns, distinct within a row, or -1
     g_ptr,  # (n_rows, k) gradients of the chosen entries, any float

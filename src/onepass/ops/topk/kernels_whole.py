@@ -10,6 +10,7 @@ from .kernels_sort import (
     EMPTY_HALF,
     NAN,
     NOTHING,
+    SIZES,
     Results,
     Row,
     bounds,
@@ -22,8 +23,6 @@ from .kernels_sort import (
     threshold_of,
     to_key,
 )
-
-NARROW_INTS = ["s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k"]
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def side_by_side(
     return key
 
 
-@triton.jit(do_not_specialize=NARROW_INTS)
+@triton.jit(do_not_specialize=SIZES)
 def narrow_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
@@ -132,12 +131,7 @@ def narrow_kernel(
     deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)
 
 
-INTS = [
-    "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=SIZES)
 def whole_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
