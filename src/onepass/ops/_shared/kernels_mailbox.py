@@ -7,7 +7,7 @@ message arrives.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -74,16 +74,6 @@ def team_sums(a, b, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.co
     return a, b, phase + 1
 
 
-class Team(NamedTuple):
-    """Launch shape of a team: programs per row, teams, columns per program, slots that are read, launch options."""
-
-    size: int
-    teams: int
-    block_c: int
-    width: int
-    options: dict[str, Any]
-
-
 def in_registers(s: Tensor, longest: int, team: tuple[int, int, int]) -> bool:
     """Return whether a row of s (..., n) fits one program, up to `longest` columns, or a team that runs at once.
 
@@ -95,14 +85,19 @@ def in_registers(s: Tensor, longest: int, team: tuple[int, int, int]) -> bool:
     return cdiv(n_cols, block_c) <= sm_count(s) * per_sm
 
 
-def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team:
-    """Return the team for a long row that `in_registers` accepts; s is (rows, n)."""
+def teams(s: Tensor, block_c: int, warps: int, per_sm: int) -> tuple[int, tuple[int, ...], Tensor, dict[str, Any]]:
+    """Return how teams share the long rows s (rows, n), which `in_registers` accepts.
+
+    That is programs; constants, namely members of a team, slots that are read, rows and columns of a program; the
+    mailbox; launch options.
+    """
     n_rows, n_cols = s.shape
     size = cdiv(n_cols, block_c)
+    count = min(n_rows, sm_count(s) * per_sm // size)
     # one slot per thread: with fewer slots, several warps would read the same ones
     width = next_power_of_2(max(size, 32 * warps))
-    options = {"launch_cooperative_grid": True, **resident(warps, per_sm)}
-    return Team(size, min(n_rows, sm_count(s) * per_sm // size), block_c, width, options)
+    slots = torch.zeros(count * 4 * size, dtype=torch.int64, device=s.device)
+    return count * size, (size, width, 1, block_c), slots, {"launch_cooperative_grid": True, **resident(warps, per_sm)}
 
 
 def resident(warps: int, per_sm: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import as_rows, cdiv, launch, next_power_of_2
-from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, resident, team_of, team_sums
+from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, resident, team_sums, teams
 from onepass.ops._shared.kernels_rows import (
     CROWDED,
     HALF_PER_WARP,
@@ -402,18 +402,9 @@ def forward(
     vec = math.gcd(16, n_cols)
     numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
                n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
-    if plan.splits == 1:
-        launch(
-            forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, notes, None), numbers,
-            (0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan),
-        )  # fmt: skip
-        return y, trace
-    team = team_of(s, *TEAM)
-    slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
-    launch(
-        forward_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, notes, slots), numbers,
-        (team.size, team.width, 1, team.block_c, vec), **team.options,
-    )  # fmt: skip
+    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, forward_options(plan)
+    programs, tile, slots, options = alone if plan.splits == 1 else teams(s, *TEAM)
+    launch(forward_kernel, (programs, 1, 1), (s, k, mask, y, notes, slots), numbers, (*tile, vec), **options)
     return y, trace
 
 

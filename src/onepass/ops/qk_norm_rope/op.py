@@ -59,24 +59,20 @@ def _check(
         if cos.shape[0] < tokens:
             raise ValueError(f"{OP}: cos and sin have {cos.shape[0]} positions, q has {tokens} tokens")
     else:
-        _check_positions(q, positions, cos.shape[0])
+        check.tensor(OP, "positions", positions)
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{OP}: positions must be int32 or int64, got {positions.dtype}")
+        of_tokens = q.shape[:-2]
+        if positions.shape not in (of_tokens[-1:], of_tokens):
+            accepted = f"{tuple(of_tokens[-1:])} or {tuple(of_tokens)}"
+            raise ValueError(f"{OP}: positions must be {accepted}; got {tuple(positions.shape)}")
+        check.same_device(OP, "positions", positions, "q", q)
+        # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
+        if positions.numel() and visible(positions):
+            low, high = (int(v) for v in torch.aminmax(positions))
+            if low < 0 or high >= len(cos):
+                raise ValueError(f"{OP}: positions must be from 0 to {len(cos) - 1}; got {low} to {high}")
     check.not_negative(OP, "eps", eps)
-
-
-def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
-    check.tensor(OP, "positions", positions)
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{OP}: positions must be int32 or int64, got {positions.dtype}")
-    tokens = q.shape[:-2]
-    if positions.shape not in (tokens[-1:], tokens):
-        accepted = f"{tuple(tokens[-1:])} or {tuple(tokens)}"
-        raise ValueError(f"{OP}: positions must be {accepted}; got {tuple(positions.shape)}")
-    check.same_device(OP, "positions", positions, "q", q)
-    # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
-    if positions.numel() and visible(positions):
-        low, high = (int(v) for v in torch.aminmax(positions))
-        if low < 0 or high >= count:
-            raise ValueError(f"{OP}: positions must be from 0 to {count - 1}; got {low} to {high}")
 
 
 def _forward(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onepass.core.launch import as_rows, launch
 from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, LAPLACE, SIGMOID, gates_and_slopes, offsets
-from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, team_of, team_sums
+from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, team_sums, teams
 from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     INF,
@@ -650,16 +650,9 @@ def forward(
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
     vec = math.gcd(16, n_cols)
     numbers = (strides[0] // vec, *strides[1:3], strides[3] // vec, n_rows, n_cols // vec, k_value, eps_value)
-    if plan.splits == 1:
-        launch(
-            forward_kernel, (plan.programs, 1, 1), (s, k, eps, mask, y, solution, None), numbers,
-            (kind, 0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan, kind),
-        )  # fmt: skip
-        return y, solution
-    team = team_of(s, *TEAM)
-    slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, forward_options(plan, kind)
+    programs, tile, slots, options = alone if plan.splits == 1 else teams(s, *TEAM)
     launch(
-        forward_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
-        (kind, team.size, team.width, 1, team.block_c, vec), **team.options,
-    )  # fmt: skip
+        forward_kernel, (programs, 1, 1), (s, k, eps, mask, y, solution, slots), numbers, (kind, *tile, vec), **options
+    )
     return y, solution

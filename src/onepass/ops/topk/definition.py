@@ -281,6 +281,3 @@ def hard_gates(values: Tensor, indices: Tensor) -> Tensor:
         return torch.ones_like(values, memory_format=torch.contiguous_format)
     ones = torch.where(values.isnan().any(-1, keepdim=True), math.nan, torch.ones_like(values))
     return torch.where(indices >= 0, ones, 0.0)
-
-
-__all__ = ["hard_gates", "select"]

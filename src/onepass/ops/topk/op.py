@@ -399,6 +399,3 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
         # the value alone: the order of equal scores does not matter
         return definition.masked(scores, None, start, lengths, -math.inf).topk(k).values[..., -1]
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]
-
-
-__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "topk"]
