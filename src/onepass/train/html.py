@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 from html import escape
 from itertools import groupby
 
 import numpy as np
 
-from onepass.train.colours import DARK_INK, DARK_PAPER, DARK_QUIET, DARK_WRONG, INK, PAPER, QUIET, WRONG
 from onepass.train.commands.errors import printable
 from onepass.train.looks import Look, box, look
-from onepass.train.trace import Trace, cells, name_of
+from onepass.train.trace import Trace
 
+# of the shades, lightness alone tells them apart, for eyes that see few hues; text stays readable on all of them
 _STYLE = """
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; --paper: light-dark(#ffffff, #15181c); --ink: light-dark(#15181c, #e9ebee);
+ --quiet: light-dark(#8a929c, #7c8590); --wrong: light-dark(#c62f00, #ff9a76); --about: light-dark(#555c66, #a3abb5);
+ --line: light-dark(#cfd5dc, #3a4149); --least: light-dark(oklch(.91 .11 95), oklch(.3 .08 275));
+ --most: light-dark(oklch(.68 .12 255), oklch(.5 .09 150)); }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
  font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; margin: 0; }
@@ -39,52 +43,44 @@ pre u { display: inline-block; width: .25em; height: 1em; vertical-align: -.15em
 """
 
 
-def _palette(look: Look, *, dark: bool) -> str:
-    """Return the page's colours as CSS variables."""
-    ink, paper, quiet, wrong = (DARK_INK, DARK_PAPER, DARK_QUIET, DARK_WRONG) if dark else (INK, PAPER, QUIET, WRONG)
-    about, line = ("#a3abb5", "#3a4149") if dark else ("#555c66", "#cfd5dc")
-    colours = {"ink": ink, "paper": paper, "quiet": quiet, "wrong": wrong, "about": about, "line": line}
-    return ":root { " + " ".join(f"--{n}: {c};" for n, c in (colours | look.palette(dark)).items()) + " }"
-
-
 def page(trace: Trace, source: str) -> str:
     """Return the page with every byte of the trace; `source` describes text and model."""
     shown = look(trace)
-    style = [_palette(shown, dark=False)]
-    style += ["@media (prefers-color-scheme: dark) {", _palette(shown, dark=True), "}", _STYLE]
-    # the checked radio button decides which classes are coloured and which table is shown. The selector `~` needs the
+    # the checked radio button decides which colours are seen and which table is shown. The selector `~` needs the
     # buttons as earlier siblings of these, so no label wraps its button
-    buttons = []
-    for place, (name, label, colours) in enumerate(shown.buttons()):
-        style += [f"#{name}:checked ~ pre .{each} {{ background: var(--{c}); }}" for each, c in colours.items()]
+    style, buttons, tables = [_STYLE], [], []
+    for view, table in enumerate(shown.tables):
+        name = f"view{view}"
+        style += [
+            f"#{name}:checked ~ pre .v{view}c{place} {{ background: {colour}; }}"
+            for place, (colour, _) in enumerate(shown.key)
+        ]
         style.append(f"#{name}:checked ~ .of.{name} {{ display: table; }}")
-        checked = " checked" * (not place)
+        checked, label = " checked" * (not view), f"block {view + 1}" if len(shown.views) > 1 else "all blocks"
         buttons.append(f'<input type="radio" name="pick" id="{name}"{checked}><label for="{name}"> {label} </label>')
-    key = [f"<span>{box(name, inside)} {words}</span>" for name, inside, words in shown.key()]
+        tables.append(_table(name, *table))
+    key = [f"<span>{box(colour, 'a')} {words}</span>" for colour, words in shown.key]
     if trace.config.hides is not None:
         key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
         key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # this policy blocks loading and scripts even if the escaping below has a fault
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>Routing of {_safe(trace.name)}</title>",
-            f"<style>{chr(10).join(style)}</style></head><body>",
-            f"<h1>{shown.title}</h1>",
-            f'<p class="about">{_safe(source)}</p>',
-            f'<p class="about">{_safe(numbers(trace))}</p>',
-            f'<div class="key">{"".join(key)}</div>',
-            "<p>Show the choices of</p>",
-            "".join(buttons),
-            *(_table(*each) for each in shown.tables()),
-            f"<pre>{_text(trace, shown)}</pre>",
-            "</body></html>",
-            "",
-        ]
-    )
+    styles = "\n".join(style)
+    # this policy blocks loading and scripts even if the escaping below has a fault
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>Routing of {_safe(trace.name)}</title>
+<style>{styles}</style></head><body>
+<h1>{shown.title}</h1>
+<p class="about">{_safe(source)}</p>
+<p class="about">{_safe(numbers(trace))}</p>
+<div class="key">{"".join(key)}</div>
+{"".join(buttons)}
+{"".join(tables)}
+<pre>{_text(trace, shown)}</pre>
+</body></html>
+"""
 
 
 def _table(name: str, caption: str, rows: list[list[str]]) -> str:
@@ -92,7 +88,7 @@ def _table(name: str, caption: str, rows: list[list[str]]) -> str:
     lines = ["".join(f"<th>{cell}</th>" for cell in rows[0])]
     lines += ["".join((f"<th>{row[0]}</th>", *(f"<td>{cell}</td>" for cell in row[1:]))) for row in rows[1:]]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table class="{name}"><caption>{caption}</caption>{body}</table>'
+    return f'<table class="of {name}"><caption>{caption}</caption>{body}</table>'
 
 
 def numbers(trace: Trace) -> str:
@@ -102,7 +98,7 @@ def numbers(trace: Trace) -> str:
     if trace.config.hides is None:
         guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"
     whole = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
-    return f"{look(trace).sentence()}. {guessed}{whole}."
+    return f"{look(trace).sentence}. {guessed}{whole}."
 
 
 def _safe(text: str) -> str:
@@ -111,23 +107,24 @@ def _safe(text: str) -> str:
 
 
 def _text(trace: Trace, how: Look) -> str:
-    shown = cells(trace.content)
+    shown = _glyphs(trace.content)
     out: list[str] = []
 
     def shape(place: int) -> tuple[str, str]:
         """Return class names and tool tip of a byte; equal neighbours share one element."""
-        names, tip = how.names(place), ""
+        names = [f"v{view}c{each[place]}" for view, each in enumerate(how.views) if each[place] or not how.plain]
+        tip = ""
         if trace.hidden[place]:
             value, guess = trace.content[place], int(trace.guess[place])
             names.append("h" if guess == value else "h w")
             chance = 100 * trace.chance[place]
-            tip = f"hidden {name_of(value)}: guessed {name_of(guess)}, gave the true byte {chance:.0f} %"
+            tip = f"hidden {_name(value)}: guessed {_name(guess)}, gave the true byte {chance:.0f} %"
         return " ".join(names), "; ".join(filter(None, (tip, how.tip(place))))
 
     for (names, tip), places in groupby(range(len(shown)), key=shape):
         # a hidden byte has an element of its own, as its tool tip is about it alone
         for group in [[place] for place in places] if "hidden" in tip else [list(places)]:
-            text = "".join(_glyph(shown[place]) for place in group)
+            text = "".join(shown[place] for place in group)
             title = f' title="{escape(tip)}"' if tip else ""
             # keep line feeds outside: an outline around one would reach into the next line
             inside = text.rstrip("\n")
@@ -135,9 +132,19 @@ def _text(trace: Trace, how: Look) -> str:
     return "".join(out)
 
 
-def _glyph(character: str) -> str:
-    if character == "\n":
-        return "<i>↵</i>\n"
-    if character in {"·", "⇥"}:
-        return f"<i>{character}</i>"
-    return _safe(character) if character else "<u></u>"
+def _glyphs(content: bytes) -> list[str]:
+    """Return HTML for every byte: its character; a thin mark for all but the last byte of one of several bytes.
+
+    Characters that are not printable, and bytes that are not UTF-8, become a middle dot.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    marks = {"\n": "<i>↵</i>\n", "\t": "<i>⇥</i>", "\ufffd": "<i>·</i>"}
+    texts = (decode(content[place : place + 1], place == len(content) - 1) for place in range(len(content)))
+    return [
+        "".join(marks.get(c, escape(c) if c.isprintable() else "<i>·</i>") for c in text) or "<u></u>" for text in texts
+    ]
+
+
+def _name(value: int) -> str:
+    """Return a readable name of a byte: 'e' or 0x0a."""
+    return f"'{chr(value)}'" if 0x20 < value < 0x7F else f"0x{value:02x}"

@@ -7,20 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from onepass.train.colours import INK, WRONG
 from onepass.train.config import Config
 from onepass.train.metrics import Row
 
-DPI = 144
-
 
 def _png(figure: Figure) -> bytes:
-    FigureCanvasAgg(figure)
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=DPI)
+    figure.savefig(out, format="png", dpi=144)
     return out.getvalue()
 
 
@@ -42,27 +37,13 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
         # cut off the first steps, above the 8 bits of a blind guess: they would squeeze the rest
         axes.set_ylim(0.93 * lowest, max(8.5, unigram + 1) if max(bits) > 8 else None)
     if valid:
-        axes.plot(*zip(*valid, strict=True), "o-", color=WRONG, markersize=4.5, linewidth=1.2, label="validation")
-        axes.annotate(
-            f"{valid[-1][1]:.2f}",
-            valid[-1],
-            textcoords="offset points",
-            xytext=(5, -13),
-            color=WRONG,
-            fontweight="bold",
-        )
-    axes.axhline(unigram, color=INK, linestyle="--", linewidth=1)
-    axes.annotate(
-        f"byte-unigram entropy of the validation text: {unigram:.2f}", (1, unigram), xycoords=("axes fraction", "data"),
-        textcoords="offset points", xytext=(-4, 5), ha="right", fontsize=9,
-    )  # fmt: skip
-    axes.set_xlim(0, config.steps * 1.05)
+        axes.plot(*zip(*valid, strict=True), "o-", color="#c62f00", label=f"validation: {valid[-1][1]:.2f}")
+    axes.axhline(unigram, color="#15181c", linestyle="--", label=f"byte-unigram entropy of its text: {unigram:.2f}")
     axes.set_xlabel(f"step ({config.batch} × {config.seq:,} bytes each)")
     axes.set_ylabel("bits per byte" if config.hides is None else "bits per hidden byte")
     axes.set_title(f"{config.blocks} blocks of {config.dim}, seed {config.seed}", loc="left")
     axes.legend(frameon=False, loc="upper right")
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
 

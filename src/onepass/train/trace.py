@@ -27,18 +27,6 @@ class Trace:
     guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
     chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
 
-    @property
-    def routed(self) -> NDArray[np.bool_]:
-        """Which bytes got the heavy branch, (blocks, n)."""
-        found: NDArray[np.bool_] = self.chosen[..., 0] >= 0
-        return found
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """How many blocks gave a byte their heavy branch."""
-        counts: NDArray[np.int64] = self.routed.sum(axis=0, dtype=np.int64)
-        return counts
-
 
 @torch.no_grad()
 def trace(model: ByteModel, config: Config, name: str, content: bytes, limit: int) -> Trace:
@@ -93,32 +81,3 @@ _KINDS = {
 
 def _kind_of(value: int) -> str:
     return next((name for name, characters in _KINDS.items() if chr(value) in characters), "other bytes")
-
-
-def cells(content: bytes) -> list[str]:
-    """Return a text for every byte: its character, or "" for the later bytes of a character of several bytes.
-
-    A line feed stays; a tab becomes ⇥; other characters that are not printable, and bytes that are not UTF-8, become a
-    middle dot.
-    """
-    shown: list[str] = []
-    place = 0
-    while place < len(content):
-        first = content[place]
-        length = 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
-        try:
-            character = content[place : place + length].decode()
-        except UnicodeDecodeError:
-            character, length = "·", 1
-        if character == "\t":
-            character = "⇥"
-        elif character != "\n" and not character.isprintable():
-            character = "·"
-        shown += [character] + [""] * (length - 1)
-        place += length
-    return shown
-
-
-def name_of(value: int) -> str:
-    """Return a readable name of a byte: 'e' or 0x0a."""
-    return f"'{chr(value)}'" if 0x20 < value < 0x7F else f"0x{value:02x}"
