@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.case import graphed
 from onepass.core.about import device_name, versions
 from onepass.nn import Decoder, RMSNorm, RoutedBlock, TransformerBlock
-from onepass.nn.feed_forward import FeedForward
+from onepass.nn.routed import FeedForward
 from onepass.ops.span_attention.op import rotary
 from onepass.train.commands import files
 

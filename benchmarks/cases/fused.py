@@ -19,9 +19,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.case import Case, Impl, Missing, Prepared, graphed, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
-from onepass.nn.feed_forward import FeedForward
 from onepass.nn.norm import RMSNorm
-from onepass.nn.routed import RoutedFeedForward
+from onepass.nn.routed import FeedForward, RoutedFeedForward
 from onepass.nn.transformer import TransformerBlock
 
 RIVALS = {"colt5_attention": "colt5-attention"}

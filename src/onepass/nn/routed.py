@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.core import check
@@ -18,9 +19,8 @@ from onepass.ops.routing.op import gather, scatter_add
 
 from .calls import Layer, as_written, branch_dtype, parts_of
 from .causal import CausalRouter
-from .count import check_count, check_number, check_size, refuse_gone
+from .count import check_count, check_dtype, check_number, check_size, refuse_gone
 from .explore import explore
-from .feed_forward import FeedForward
 from .norm import RMSNorm
 from .packed import check_mask, zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -28,6 +28,33 @@ from .router import NORM_EPS, Router, RouterOutput, asked
 if TYPE_CHECKING:
     from .cache import ChoiceCache
     from .calls import RoutedCall
+
+
+class FeedForward(nn.Module):
+    """``down(gelu(up(norm(x))))``: one branch of `RoutedFeedForward`, with a norm of its own.
+
+    With a residual it takes ``x + residual`` for x, and returns that sum as well.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, *, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.norm = RMSNorm(dim, device=device, dtype=dtype)
+        self.up = nn.Linear(dim, hidden, bias=bias, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        check_dtype("FeedForward", x, self.up)
+        normed, *total = (self.norm(x),) if residual is None else self.norm(x, residual)
+        y = self.down(F.gelu(self.up(normed)))
+        return (y, *total) if total else y  # type: ignore[return-value]
+
+    def is_plain(self) -> bool:
+        """Return whether a call runs `forward` as written here and nothing else."""
+        kinds = [FeedForward, RMSNorm, nn.Linear, nn.Linear]
+        return as_written([self, *self._modules.values()], kinds)  # type: ignore[list-item]
 
 
 class Routed(Layer):

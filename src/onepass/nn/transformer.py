@@ -20,10 +20,10 @@ from .cache import BlockCache, Clock, KeyCache
 from .calls import Layer
 from .count import check_dtype, check_flag, check_int, check_number, check_size
 from .experts import ExpertRouting, Experts
-from .feed_forward import FeedForward
 from .local_attention import check_heads
 from .norm import RMSNorm
 from .packed import check_tokens, checked, places, zero_padding
+from .routed import FeedForward
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
