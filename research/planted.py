@@ -27,10 +27,10 @@ from onepass.core.about import device_name, versions
 from onepass.nn import RoutedFeedForward, RouterOutput
 from onepass.optim import Lion
 from onepass.train.captured import Gradients
-from onepass.train.cli import pick_device
 from onepass.train.commands import files
 from onepass.train.commands.errors import told
 from onepass.train.commands.options import number
+from onepass.train.model import pick_device
 from onepass.train.progress import say
 
 TEXT = """\

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from onepass.__main__ import Parser, run_command
-from onepass.train.cli import pick_device
 from onepass.train.commands.errors import UserError, told
 from onepass.train.commands.options import number
+from onepass.train.model import pick_device
 
 TEXT = """\
 The best byte model for a budget of seconds: each run trains one model of one family for its seconds on one GPU, with

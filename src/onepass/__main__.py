@@ -20,7 +20,7 @@ from onepass.train.commands.extras import require
 # each module has `add_command(subparsers)` and imports its heavy parts when its command runs
 COMMANDS = (
     "onepass.doctor.cli",
-    "onepass.train.cli",
+    "onepass.train.options",
     "onepass.train.show",
     "onepass.train.generate",
 )

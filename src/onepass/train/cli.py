@@ -1,81 +1,45 @@
-"""`onepass train`: options, how a run starts, and its summary."""
+"""How a run of `onepass train` starts, goes on and ends, and its summary."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-from typing import TYPE_CHECKING
 
+import torch
+
+from onepass.train import checkpoint, choices, data, html, loop, model, parallel
+from onepass.train import config as configs
+from onepass.train import run as runs
+from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands.errors import UserError, printable
-from onepass.train.commands.options import command
+from onepass.train.config import Config
+from onepass.train.data import Corpus
+from onepass.train.loop import Training
+from onepass.train.options import CHECKPOINT_EVERY
+from onepass.train.parallel import Processes, World
+from onepass.train.progress import Progress, say, size
+from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
+from onepass.train.trace import trace
 
-if TYPE_CHECKING:
-    from onepass.train.checkpoint import Checkpoint
-    from onepass.train.config import Config
-    from onepass.train.data import Corpus
-    from onepass.train.loop import Training
-    from onepass.train.parallel import Processes, World
-    from onepass.train.run import Run
-
-HELP = "train a model on text and see what it makes of each byte"
-TEXT = """\
-Train a model on the files it is given: an encoder that guesses hidden bytes (15 % of the bytes, all of them behind a
-mask token), or with --task causal a language model that guesses each byte from those before it. With the GPU's preset
-routers choose the experts that a byte takes; with --model routed, the few bytes that get a heavy branch. Directories
-are read with all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With
-no PATH it reads the sources of Python's own standard library."""
-EXAMPLES = """\
-examples:
-  onepass train                              a few minutes on a CPU; everything is left in runs/<time>
-  onepass train ~/notes --out runs/notes     your own text
-  onepass train --task causal --steps 400    a language model, for `onepass generate`
-  onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
-  onepass train --resume --steps 1600        train a run longer; the learning rate follows the longer schedule
-  torchrun --standalone --nproc-per-node 2 -m onepass train --out runs/two
-                                             the same run by two GPUs (docs/scale.md); any number of them resumes it
-  onepass show runs/notes letter.txt         see the routing of any other file
-
-what is left in DIR:
-  routing.html                a validation text, every byte in the colour of its expert, its compute or its surprise
-  loss.png, metrics.jsonl     bits per byte over the steps
-  checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
-"""
 # options that decide the result, named as in a configuration
 SETTINGS = (
     "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads",
 )  # fmt: skip
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `train` to the command line."""
-    from onepass.train.options import add_options
-
-    parser = command(commands, "train", run, (HELP, TEXT, EXAMPLES), "train")
-    add_options(parser)
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from the last checkpoint, bit for bit on a CPU")
-    again.add_argument(
-        "--force", action="store_true", help="start over in the directory of a run, whose files are lost"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Train, draw the pictures, print a summary; return the exit code."""
-    import torch
-
-    from onepass.train import loop, parallel, progress
-
     threads = torch.get_num_threads()
     with parallel.joined() as world:
         world.fsdp = args.fsdp
         try:
-            if isinstance(world, parallel.Processes) and not world.first:
+            if isinstance(world, Processes) and not world.first:
                 return world.leave(follow(args, world))
             return world.leave(lead(args, world))
         except loop.InterruptedRunError as stop:
-            progress.say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
-            progress.say(f"go on with: onepass train --resume --out {shlex.quote(str(stop.path))}")
+            say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
+            say(f"go on with: onepass train --resume --out {shlex.quote(str(stop.path))}")
             return world.leave(128 + stop.signum)
         finally:
             torch.set_num_threads(threads)
@@ -83,10 +47,6 @@ def run(args: argparse.Namespace) -> int:
 
 def lead(args: argparse.Namespace, world: World) -> int:
     """Start or resume a run as the process that writes its directory; return the exit code."""
-    import torch
-
-    from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
-
     if world.restarted(args.out):
         args.resume, args.force = True, False
     if args.resume:
@@ -117,10 +77,6 @@ def lead(args: argparse.Namespace, world: World) -> int:
 
 def follow(args: argparse.Namespace, world: Processes) -> int:
     """Take part in the run that the first process announces; return the exit code."""
-    import torch
-
-    from onepass.train import data
-
     run_, config, saved = world.follow()
     corpus = data.load(args.paths or config.paths)
     if corpus.digest != config.data:
@@ -129,24 +85,9 @@ def follow(args: argparse.Namespace, world: Processes) -> int:
     return train(args, run_, config, corpus, saved, world)
 
 
-def pick_device(wanted: str | None) -> str:
-    """Return cuda if there is one and `wanted` is not cpu, else cpu; raise UserError if a wanted cuda is absent."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not cuda:
-        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    return "cuda" if cuda and wanted != "cpu" else "cpu"
-
-
 def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     """Read the data and build the configuration of a new run."""
-    import torch
-
-    from onepass.train import config as configs
-    from onepass.train import data
-
-    device = pick_device(args.device)
+    device = model.pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
     corpus = data.load(args.paths)
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
@@ -181,11 +122,6 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
 
     Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
     """
-    import torch
-
-    from onepass.train import config as configs
-    from onepass.train import data
-
     config = run_.config()
     free = ("steps", "threads")
     given = {name: getattr(args, name) for name in SETTINGS if name not in free}
@@ -218,16 +154,12 @@ def train(
     args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None, world: World
 ) -> int:
     """Train in the locked directory, then write pictures and a summary; return the exit code."""
-    import torch
-
-    from onepass.train import loop, options, progress
-
     try:
-        every = args.checkpoint_every or options.CHECKPOINT_EVERY[config.preset]
-        training = loop.Training(config, corpus, run_, every, world)
+        every = args.checkpoint_every or CHECKPOINT_EVERY[config.preset]
+        training = Training(config, corpus, run_, every, world)
         training.restore(saved)
         introduce(training)
-        training.go(progress.Progress(config.steps, training.step))
+        training.go(Progress(config.steps, training.step))
         conclude(training)
     except torch.OutOfMemoryError:
         raise UserError(
@@ -238,10 +170,6 @@ def train(
 
 def introduce(training: Training) -> None:
     """Print the data, the model and the run's directory."""
-    from onepass.train import model
-    from onepass.train.progress import say, size
-    from onepass.train.run import LEFT_OUT
-
     config, corpus = training.config, training.corpus
     measured = sum(source.validation for source in corpus.sources)
     learned = f"{size(len(corpus.training))} to learn from ({len(corpus.sources) - measured:,} files)"
@@ -261,10 +189,8 @@ def introduce(training: Training) -> None:
 
 def conclude(training: Training) -> None:
     """Measure the trained model, draw the pictures, print the summary."""
-    from onepass.train import checkpoint, choices, data, html, pictures
-    from onepass.train import run as runs
-    from onepass.train.progress import say
-    from onepass.train.trace import trace
+    # matplotlib takes a while to import, and other processes draw nothing
+    from onepass.train import pictures
 
     config, corpus, run_ = training.config, training.corpus, training.run
     measured = training.finish()
@@ -292,15 +218,8 @@ def conclude(training: Training) -> None:
 
 def validation_text(corpus: Corpus, enough: int) -> tuple[str, bytes]:
     """Return (name, content) of the validation file to draw: the first by hash that fills a page, else the longest."""
-    from onepass.train.data import position
-
     measured = [source for source in corpus.sources if source.validation]
     if not measured:
         return corpus.sources[0].name, corpus.validation.tobytes()
-    measured.sort(key=lambda source: position(source.name))
-    for source in measured:
-        # at least 30 bytes per line: shorter lines leave most of the page white
-        if len(source.content) >= max(enough, 30 * source.content.count(b"\n")):
-            return source.name, source.content
-    longest = max(measured, key=lambda source: len(source.content))
-    return longest.name, longest.content
+    best = max(measured, key=lambda source: (min(len(source.content), enough), -data.position(source.name)))
+    return best.name, best.content

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, read the prompt, write on."""
     import torch
 
-    from onepass.train.cli import pick_device
+    from onepass.train.model import pick_device
 
     model, seen = load(args.directory)
     prompt = args.prompt.encode("utf-8", "surrogateescape")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onepass.nn import RoutedBlock, TransformerBlock
+from onepass.train.commands.errors import UserError
 from onepass.train.config import Config
 from onepass.train.language import ByteModel
 
@@ -61,3 +62,11 @@ def parameter_groups(model: nn.Module, weight_decay: float, outside: float = 1.0
         scale = 1.0 if name.startswith("blocks.") else outside
         groups.setdefault((scale, 0.0 if plain else weight_decay), []).append(parameter)
     return [{"params": params, "scale": scale, "weight_decay": decay} for (scale, decay), params in groups.items()]
+
+
+def pick_device(wanted: str | None) -> str:
+    """Return cuda if there is one and `wanted` is not cpu, else cpu; raise UserError if a wanted cuda is absent."""
+    cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not cuda:
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return "cuda" if cuda and wanted != "cpu" else "cpu"

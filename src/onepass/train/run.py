@@ -191,28 +191,24 @@ class Run:
 
 
 def _lock(handle: int, path: Path) -> bool:
-    """Lock a file for this process alone; return False if the system supports neither kind of lock."""
+    """Lock a file for this process alone; return False if the system can't."""
     if os.name != "posix":
         return False
     import fcntl
 
-    for take in (fcntl.flock, fcntl.lockf):
-        try:
-            take(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"{path} is in use by another process; wait or choose another --out") from None
-        except OSError:
-            continue
-        return True
-    return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"{path} is in use by another process; wait or choose another --out") from None
+    except OSError:
+        return False
+    return True
 
 
 def _unlock(handle: int) -> None:
     """Release the lock explicitly: after a mere close, a forked child would hold it as long as it lives."""
-    if os.name != "posix":
-        return
-    import fcntl
+    if os.name == "posix":
+        import fcntl
 
-    for take in (fcntl.flock, fcntl.lockf):
         with contextlib.suppress(OSError):
-            take(handle, fcntl.LOCK_UN)
+            fcntl.flock(handle, fcntl.LOCK_UN)
