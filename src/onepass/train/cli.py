@@ -16,7 +16,6 @@ from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config
 from onepass.train.data import Corpus
 from onepass.train.loop import Training
-from onepass.train.options import CHECKPOINT_EVERY
 from onepass.train.parallel import Processes, World
 from onepass.train.progress import Progress, say, size
 from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
@@ -155,7 +154,7 @@ def train(
 ) -> int:
     """Train in the locked directory, then write pictures and a summary; return the exit code."""
     try:
-        every = args.checkpoint_every or CHECKPOINT_EVERY[config.preset]
+        every = args.checkpoint_every or configs.CHECKPOINT_EVERY[config.preset]
         training = Training(config, corpus, run_, every, world)
         training.restore(saved)
         introduce(training)

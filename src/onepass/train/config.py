@@ -79,6 +79,7 @@ PRESETS: dict[str, dict[str, int | float]] = {
         "experts": 32, "hidden_mult": 2.0, "lr": 4e-4, "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
+CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # a GPU takes a step in the hundredth part of what writing takes
 # what differs with --model routed
 ROUTED: dict[str, dict[str, int | float]] = {
     "cpu": {"heads": 4},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onepass.train.commands.options import command, number
-from onepass.train.config import MODELS, PRESETS, RANGES, TASKS
+from onepass.train.config import CHECKPOINT_EVERY, MODELS, PRESETS, RANGES, TASKS
 
 HELP = "train a model on text and see what it makes of each byte"
 TEXT = """\
@@ -32,7 +32,6 @@ what is left in DIR:
   loss.png, metrics.jsonl     bits per byte over the steps
   checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
 """
-CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # a GPU takes a step in the hundredth part of what writing takes
 NUMBERS = {
     "steps": "training steps; with --resume more than before trains longer",
     "seed": "of weights, data order and hidden bytes (default: 0)",
