@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
-def absent(module: str, names: Sequence[str], name: str, instead: Mapping[str, str]) -> Exception:
-    """Return the exception for `module.name`. The module has `names`; `instead` has replacements for other names.
+def absent(module: str, names: Sequence[str], instead: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that has `names`; `instead` has replacements for other names.
 
-    Names in `instead` get an ImportError, because `from … import` drops the message of an AttributeError. All others
-    get the AttributeError that `hasattr` expects.
+    Names in `instead` raise an ImportError, because `from … import` drops the message of an AttributeError. All others
+    raise the AttributeError that `hasattr` expects.
     """
     has = f"it has {', '.join(names)}"
-    if name in instead:
-        return ImportError(f"{module} has no {name}: use {instead[name]}; {has}", name=module)
-    return AttributeError(f"module {module!r} has no attribute {name!r}; {has}")
+
+    def of(name: str) -> Any:
+        if name in instead:
+            raise ImportError(f"{module} has no {name}: use {instead[name]}; {has}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; {has}")
+
+    return of

@@ -13,7 +13,7 @@ docs/moving.md lists where results differ, because the original is faulty or lim
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +109,4 @@ def topk(
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, __all__, name, _INSTEAD)
+    __getattr__ = absent(__name__, __all__, _INSTEAD)

@@ -82,6 +82,4 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, __all__, name, _INSTEAD)
+    __getattr__ = absent(__name__, __all__, _INSTEAD)

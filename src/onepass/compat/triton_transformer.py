@@ -5,7 +5,7 @@ This module has the layer norm alone, without the original's `Transformer` and o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -39,6 +39,4 @@ def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = Fa
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, __all__, name, _INSTEAD)
+    __getattr__ = absent(__name__, __all__, _INSTEAD)

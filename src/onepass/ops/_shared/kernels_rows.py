@@ -68,21 +68,13 @@ def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
 @triton.jit
 def row_sum(x, BLOCK_R: tl.constexpr):
     """Return the sum of each row."""
-    if BLOCK_R > 1:
-        total = tl.sum(x, 1, keep_dims=True)
-    else:
-        total = tl.sum(x, 0)
-    return total
+    return tl.sum(x, 1 if BLOCK_R > 1 else 0, keep_dims=BLOCK_R > 1)
 
 
 @triton.jit
 def row_max(x, BLOCK_R: tl.constexpr):
     """Return the maximum of each row."""
-    if BLOCK_R > 1:
-        top = tl.max(x, 1, keep_dims=True)
-    else:
-        top = tl.max(x, 0)
-    return top
+    return tl.max(x, 1 if BLOCK_R > 1 else 0, keep_dims=BLOCK_R > 1)
 
 
 @triton.jit
@@ -101,11 +93,7 @@ def add_pairs(a0, b0, a1, b1):
 @triton.jit
 def pair_sum(a, b, BLOCK_R: tl.constexpr):
     """Return the sums of a and of b per row, by one exchange between the warps."""
-    if BLOCK_R > 1:
-        a, b = tl.reduce((a, b), 1, add_pairs, keep_dims=True)
-    else:
-        a, b = tl.reduce((a, b), 0, add_pairs)
-    return a, b
+    return tl.reduce((a, b), 1 if BLOCK_R > 1 else 0, add_pairs, keep_dims=BLOCK_R > 1)
 
 
 class Scores(NamedTuple):

@@ -314,23 +314,17 @@ def _has_e4m3(x: Tensor) -> bool:
     return x.is_cuda and _has_e4m3_on(x.device.index)
 
 
-def _rows(t: Tensor | None, n_cols: int) -> tuple[Tensor | None, int]:
-    """Return t as (rows, n) with unit column stride, and its row stride; 0 for None."""
+def _rows(t: Tensor | None, n_cols: int, even: bool = False) -> tuple[Tensor | None, int]:
+    """Return t as (rows, n) with unit column stride, and its row stride; 0 for None.
+
+    even: every row is aligned as in a contiguous tensor, so that the result has the same bits.
+    """
     if t is None:
         return None, 0
     if t.is_contiguous():
-        return t, n_cols
-    rows = as_rows(t)
+        return aligned(t) if even else t, n_cols
+    rows = even_rows(as_rows(t), 8) if even else as_rows(t)
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
-
-
-def _even_rows(t: Tensor | None, n_cols: int) -> tuple[Tensor | None, int]:
-    """Return `_rows` with every row aligned as in a contiguous tensor: the result then has the same bits."""
-    if t is None:
-        return None, 0
-    if t.is_contiguous():
-        return aligned(t), n_cols
-    return _rows(even_rows(as_rows(t), 8), n_cols)
 
 
 def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -370,9 +364,9 @@ def forward(
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = _empty(x, options.dtype) if options.keep_y else None
-    x_rows, x_stride = _even_rows(x, n_cols)
-    residual, r_stride = _even_rows(residual, n_cols)
-    gate, z_stride = _even_rows(gate, n_cols)
+    x_rows, x_stride = _rows(x, n_cols, True)
+    residual, r_stride = _rows(residual, n_cols, True)
+    gate, z_stride = _rows(gate, n_cols, True)
     weight, bias = (v if v is None else aligned(v.contiguous()) for v in (weight, bias))
     s = codes = scales = stats = stored_codes = None
     itemsize = x.element_size()

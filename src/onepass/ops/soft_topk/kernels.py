@@ -111,10 +111,8 @@ def first_look(s, pivot, BLOCK_R: tl.constexpr):
     d = tl.where(allowed, s - pivot, 0.0)
     lo = tl.where(allowed, s, INF)
     squares = d * d
-    if BLOCK_R > 1:
-        n, total, squares, lo, hi = tl.reduce((n, d, squares, lo, s), 1, combine_looks, keep_dims=True)
-    else:
-        n, total, squares, lo, hi = tl.reduce((n, d, squares, lo, s), 0, combine_looks)
+    looks = tl.reduce((n, d, squares, lo, s), 1 if BLOCK_R > 1 else 0, combine_looks, keep_dims=BLOCK_R > 1)
+    n, total, squares, lo, hi = looks
     endless = tl.zeros_like(hi)
     if largest((hi == INF).to(tl.int32), BLOCK_R) > 0:
         finite = tl.abs(s) < INF
@@ -141,11 +139,7 @@ def add_triples(a0, b0, c0, a1, b1, c1):
 @triton.jit
 def triple_sum(a, b, c, BLOCK_R: tl.constexpr):
     """Return three sums of each row, with one exchange between the warps."""
-    if BLOCK_R > 1:
-        a, b, c = tl.reduce((a, b, c), 1, add_triples, keep_dims=True)
-    else:
-        a, b, c = tl.reduce((a, b, c), 0, add_triples)
-    return a, b, c
+    return tl.reduce((a, b, c), 1 if BLOCK_R > 1 else 0, add_triples, keep_dims=BLOCK_R > 1)
 
 
 @triton.jit
