@@ -97,16 +97,3 @@ def test_the_layer_is_its_definition(arm: str, n: int, k: int, batch: int, seed:
     if batch and arm in ("distil", "both"):
         close(loss, divergence)
         close(gradients(loss, module, x), gradients(divergence, module, x))
-
-
-@pytest.mark.parametrize("arm", SPARSE)
-def test_what_trains_the_indexer(arm: str) -> None:
-    x, module = tokens(32).requires_grad_(), layer(arm, 5)
-    y, loss, _ = module(x)
-    of_output = gradients(y.square().sum(), module, x)
-    assert (of_output[-2].abs().max() > 1e-4) == (arm in ("gates", "both"))
-    assert all(grad.abs().max() > 1e-4 for grad in of_output[:3])
-    if arm in ("distil", "both"):
-        of_loss = gradients(loss, module, x)
-        assert of_loss[-2].abs().max() > 1e-4
-        assert all(not grad.any() for grad in of_loss[:3])
