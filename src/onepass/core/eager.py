@@ -58,7 +58,7 @@ def plain(*tensors: torch.Tensor | None) -> bool:
 
 def visible(*tensors: torch.Tensor | None) -> bool:
     """Return whether the host may read the values of these tensors: it waits for no device, and breaks no trace."""
-    return plain(*tensors) and all(t is None or t.device.type == "cpu" for t in tensors)
+    return all(t is None or t.device.type == "cpu" for t in tensors) and plain(*tensors)
 
 
 def takes_operators(*tensors: torch.Tensor | None) -> bool:

@@ -55,7 +55,7 @@ def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor 
                 f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}"
             )
         check.same_device(op, name, value, "scores", scores)
-    if not visible(scores, start, lengths) or not all(value.numel() for value in given.values()):
+    if not given or not visible(scores, start, lengths) or not all(value.numel() for value in given.values()):
         return
     for name, value in given.items():
         least, most = (int(x) for x in value.aminmax())
