@@ -192,7 +192,7 @@ def conclude(training: Training) -> None:
     from onepass.train import pictures
 
     config, corpus, run_ = training.config, training.corpus, training.run
-    measured = training.finish()
+    measured = training.measure(config.final_windows)
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))

@@ -129,9 +129,8 @@ class Training:
                     say(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
                     told = True
                 if measure:
-                    bits = self.measure(config.eval_windows)
-                    self._log_measured(bits)
-                    say(f"validation after {self.step:,} steps: {bits.bits:.3f} bits per byte")
+                    bits = self.measure(config.eval_windows).bits
+                    say(f"validation after {self.step:,} steps: {bits:.3f} bits per byte")
                 if save:
                     self.save()
                 clock = time.perf_counter()
@@ -197,29 +196,16 @@ class Training:
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} at step {step}; try a smaller --lr (it is {self.config.lr})")
 
-    def _log_measured(self, measured: Measured) -> None:
-        # the last step may have made the weights infinite
-        self._refuse_infinite(measured.bits, self.step)
-        row = {
-            "step": self.step, "validation_bits_per_byte": measured.bits, "tokens_per_s": self.speed(),
-            "seconds": self.seconds, **measured.numbers,
-        }  # fmt: skip
-        self.run.append([row])
-
-    def finish(self) -> Measured:
-        """Measure the trained model on the larger part of the validation text and log it."""
-        # a finished run that is resumed measures again: its metrics were cut back to the last checkpoint
-        measured = self.measure(self.config.final_windows)
-        self._log_measured(measured)
-        return measured
-
     def speed(self) -> float:
         """Return tokens per second over all steps so far, without measurements and checkpoints."""
         return self.step * self.config.batch * self.config.seq / max(self.seconds, 1e-9)
 
     @torch.no_grad()
     def measure(self, windows: int) -> Measured:
-        """Measure bits per byte and the routers' choices on `windows` validation sequences."""
+        """Measure and log bits per byte and the routers' choices on `windows` validation sequences.
+
+        A finished run that is resumed measures again: its metrics were cut back to the last checkpoint.
+        """
         config = self.config
         self.model.eval()
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -232,7 +218,15 @@ class Training:
             nats += loss.double() * places.numel() if given.numel() else 0.0
         self.model.train()
         hidden, numbers = choices.numbers()
-        return Measured(self.world.total(nats).item() / hidden / math.log(2), numbers)
+        bits = self.world.total(nats).item() / hidden / math.log(2)
+        # the last step may have made the weights infinite
+        self._refuse_infinite(bits, self.step)
+        row = {
+            "step": self.step, "validation_bits_per_byte": bits, "tokens_per_s": self.speed(), "seconds": self.seconds,
+            **numbers,
+        }  # fmt: skip
+        self.run.append([row])
+        return Measured(bits, numbers)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -65,12 +65,11 @@ def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     for given in paths:
         root = Path(given)
         if root.is_dir():
-            found += [(name, path, False) for name, path in _walk(root, left_out)]
+            found += _walk(root, left_out)
         else:
             found.append((root.name, root, True))
     if not paths:
-        root = standard_library()
-        found += [(path.relative_to(root).as_posix(), path, False) for path in python_sources(root)]
+        found += _walk(standard_library(), left_out, library=True)
     sources: list[Source] = []
     seen: dict[str, str] = {}
     for name, path, named in found:
@@ -92,42 +91,30 @@ def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     return sources, left_out
 
 
-def python_sources(root: Path) -> Iterator[Path]:
-    """Yield the Python files of a library, without its tests."""
-    for folder, names in _folders(root, SKIPPED):
-        yield from (path for name in names if name.endswith(".py") and (path := folder / name).is_file())
+def _walk(root: Path, left_out: list[LeftOut], *, library: bool = False) -> Iterator[tuple[str, Path, bool]]:
+    """Yield name and path of the visible regular files below a directory, in the same order on every file system.
 
-
-def _walk(root: Path, left_out: list[LeftOut]) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the regular files below a directory, hidden ones aside.
-
-    A link could lead to any file of the machine, such as a key: who means a link out of the directory names it.
+    Of a library these are its Python files without tests. A link could lead to any file of the machine, such as a key:
+    who means a link out of the directory names it.
     """
-    inside = root.resolve()
-    for folder, names in _folders(root, {"__pycache__"}):
-        for name in names:
-            path = folder / name
-            shown = path.relative_to(root).as_posix()
-            if path.is_symlink() and path.exists():
-                if path.is_dir():
-                    left_out.append(LeftOut(shown, "it is a link to a directory"))
-                    continue
-                if not path.resolve().is_relative_to(inside):
-                    left_out.append(LeftOut(shown, "it is a link out of the directory; give the link itself"))
-                    continue
-            # regular files only: reading a pipe or a socket could wait for ever
-            if path.is_file():
-                yield shown, path
-
-
-def _folders(root: Path, skipped: set[str]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield every directory with its visible files and links, in an order that does not depend on the file system."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"can't read {error.filename}: {reason(error)}")
 
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        shown = [name for name in folders if name not in skipped and not name.startswith(".")]
-        links = [name for name in shown if Path(folder, name).is_symlink()]
-        folders[:] = sorted(set(shown) - set(links))
-        yield Path(folder), sorted(name for name in (*names, *links) if not name.startswith("."))
+    inside, skipped = root.resolve(), SKIPPED if library else {"__pycache__"}
+    for place, folders, names in os.walk(root, onerror=refuse):
+        folder = Path(place)
+        shown = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        folders[:] = [name for name in shown if not (folder / name).is_symlink()]
+        for name in sorted({*names, *shown} - set(folders)):
+            if name.startswith(".") or (library and not name.endswith(".py")):
+                continue
+            path = folder / name
+            below = path.relative_to(root).as_posix()
+            if path.is_symlink() and path.is_dir():
+                left_out.append(LeftOut(below, "it is a link to a directory"))
+            elif path.is_symlink() and path.exists() and not path.resolve().is_relative_to(inside):
+                left_out.append(LeftOut(below, "it is a link out of the directory; give the link itself"))
+            elif path.is_file():
+                # regular files only: reading a pipe or a socket could wait for ever
+                yield below, path, False
