@@ -209,11 +209,6 @@ def test_bytes_kept_of_windows_and_of_all_tokens() -> None:
     assert short == (1024 + 2 * WINDOW + 4 * WINDOW) * 2 * DIM * 8
 
 
-def _no_room(decoder: Decoder) -> None:
-    decoder.prefill(_prompt()[:, :60])
-    decoder.step()
-
-
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": -1}, ValueError, "temperature must be a finite number ≥ 0, got -1"),
     ({"temperature": "1"}, TypeError, "temperature must be a number"),
@@ -232,7 +227,8 @@ CALLS: list[tuple[Any, type[Exception], str]] = [
     (lambda d: d.prefill(NINE, [9, 0, 9]), ValueError, "from 1 to n = 9"),
     (lambda d: d.prefill(_prompt(3, 61)), ValueError, "= 60 tokens, got a prompt of 61"),
     (lambda d: d.generate(_prompt()[:, :50], 12), ValueError, "a prompt of 50 and count = 12"),
-    (_no_room, ValueError, "max_tokens = 60 tokens, got token 61"),
+    (lambda d: (d.prefill(_prompt()), d.step()), ValueError, "max_tokens = 60 tokens, got token 61"),
+    (lambda d: (nn.init.constant_(d.head.bias, torch.nan), d.generate(NINE, 2)), ValueError, "logits are not finite"),
     *((lambda d, wrong=wrong: d.prefill(wrong), TypeError, "Decoder: prompt must be a tensor of int64")
       for wrong in ([[1]] * 3, torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32))),
     *((lambda d, m=m: d.prefill(NINE, m), TypeError, "Decoder: lengths must be 3 ints, got ")
