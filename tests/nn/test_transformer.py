@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nn.layers import attend, holes, rms, tokens, turned
 from onepass.nn import Experts, TransformerBlock, graphed
+from onepass.nn.transformer import Sequences
 
 DIM, N = 32, 40
 shapes = pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (8, False), (8, True), (1, True)])
@@ -63,12 +64,14 @@ def test_values_and_gradients_are_those_of_the_definition(
     made, x = block(window, causal, **options), tokens(3, N, DIM, dtype=torch.float64).requires_grad_()
     mask = holes(N) if masked else torch.ones(3, N, dtype=torch.bool)
     expected = torch.stack([defined(made, row, real) for row, real in zip(x, mask, strict=True)])
-    y = made(x, mask if masked else None)
+    y, routing = made(x, mask if masked else None, return_routing=True)
+    assert (routing is not None) == ("num_experts" in options)
     torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
 
 
-def test_no_routing_without_experts() -> None:
-    assert block()(tokens(1, N, DIM, dtype=torch.float64), return_routing=True)[1] is None
+def test_bounds_of_whole_packed_sequences_are_those_given() -> None:
+    packed = Sequences(*torch.zeros(3, 9, dtype=torch.int32))
+    assert block(None).attention.spans(9, packed.begin, packed) == packed[1:], "the same tensors"
 
 
 @pytest.mark.gpu

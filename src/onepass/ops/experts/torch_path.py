@@ -32,7 +32,6 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return aᵀ · b over each expert's rows."""
-    """Return a[p] · b[expert of p]; 0 for rows of no expert."""
     if a.dtype == torch.float16:
         return weight_product(a.float(), b.float(), ends).half()
     out, start = a.new_empty(len(ends), a.shape[1], b.shape[1]), 0
