@@ -57,7 +57,7 @@ def _experts(gated: bool, make: Make) -> None:
 
 def _choice(score_func: str, make: Make) -> None:
     u, weight = make(9, 8).requires_grad_(), make(4, 8).requires_grad_()
-    found = choose_experts(u, weight, make(4), u[:, 0] > -1, 2, score_func, True)
+    found = choose_experts(u, weight, make(4), u[:, 0] > -1 if score_func == "softmax" else None, 2, score_func, True)
     found[0].square().sum().backward()
 
 

@@ -38,7 +38,7 @@ def choose(
     """Return weights (T, k), indices (T, k) and counts (E,) of logits (T, E); the lowest index wins ties."""
     s = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
     v = s.detach() if bias is None else s.detach() + bias
-    indices = v.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    indices = v.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
     weights = s.gather(-1, indices)
     if norm_topk and k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
