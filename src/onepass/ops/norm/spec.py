@@ -1,4 +1,4 @@
-"""Samples, bad calls and opchecks of `layer_norm` and `rms_norm`."""
+"""Samples and bad calls of `layer_norm` and `rms_norm`."""
 
 from __future__ import annotations
 

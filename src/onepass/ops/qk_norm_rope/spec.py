@@ -1,4 +1,4 @@
-"""Samples, bad calls and opchecks of `qk_norm_rope`."""
+"""Samples and bad calls of `qk_norm_rope`."""
 
 from __future__ import annotations
 
