@@ -57,7 +57,7 @@ def _experts(trace: Trace) -> Look:
     def tip(place: int) -> str:
         return "experts " + "; ".join(" and ".join(map(str, block + 1)) for block in trace.chosen[:, place])
 
-    low, high, top_k = loads.min(), loads.max(), trace.config.top_k
+    low, high, top_k = np.min(loads), np.max(loads), trace.config.top_k
     sentence = (
         f"{blocks} blocks of {count} experts, {top_k} a byte: they take {low:.2f} to {high:.2f} times an equal part of "
         f"the bytes"
