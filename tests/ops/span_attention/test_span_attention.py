@@ -1,4 +1,4 @@
-"""Several tiles of each kind; a query's result is nobody else's business; angles against 50 decimal digits."""
+"""Several tiles of each kind; a query's result depends on no other query; angles against 50 decimal digits."""
 
 from __future__ import annotations
 

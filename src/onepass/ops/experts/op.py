@@ -113,7 +113,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, weights, up, down and gate that are needed.
 
-    A list of both in place of h says that nobody else needs them: gradients take their memory. Each large tensor goes
+    h may be the list [h, linear], the only owner of both: their memory then holds gradients. Each large tensor goes
     after its last use, so that fewer of them exist at once.
     """
     way = _way(x, places)
