@@ -270,8 +270,8 @@ def fused() -> Iterator[Call]:
         x, mask, found = torch.randn(3, 30, 24), torch.arange(20) < torch.tensor([[20], [7], [13]]), []
         for module, device in ((here, DEVICE), (there, "cpu")):
             cache = module.new_cache(3, 64)
-            module.prefill(x[:, :20].to(device), cache, mask.to(device))
-            found.append(torch.stack([module.step(x[:, i].to(device), cache).cpu() for i in range(20, 30)]))
+            module(x[:, :20].to(device), mask.to(device), cache=cache)
+            found.append(torch.cat([module(x[:, i : i + 1].to(device), cache=cache).cpu() for i in range(20, 30)], 1))
         torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
     yield "decoding", decode

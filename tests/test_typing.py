@@ -102,10 +102,9 @@ def modules(asked: bool) -> None:
     nn.RoutedFeedForward(8, k=0.5)(x[0], cu_seqlens=[0, 9, 16])  # wrong
     decoder = nn.RoutedBlock(8, k=0.5, causal=True)
     assert_type(decoder.new_cache(2), BlockCache)
-    assert_type(decoder.prefill(x, decoder.new_cache(2)), Tensor)
-    assert_type(decoder.step(x[:, 0], decoder.new_cache(2)), Tensor)
+    assert_type(decoder(x, cache=decoder.new_cache(2)), Tensor)
     assert_type(decoder.new_cache(2).nbytes, int)
-    decoder.step(x[:, 0])  # wrong
+    decoder.new_cache(x)  # wrong
     writer = nn.Decoder([decoder], linear, linear, batch=2, max_tokens=9, top_k=3)
     assert_type(writer.generate(x[..., 0].long(), 4, lengths=[3, 5]), Tensor)
     assert_type(writer.step(), Tensor)

@@ -119,8 +119,8 @@ def test_a_step(device: str, size: dict[str, Any], rows: int, monkeypatch: pytes
             if not kernels:
                 patch.setattr(decoding, "fits", lambda x: False)
             cache = block.new_cache(rows, 64)
-            block.prefill(x[:, :20], cache, mask)
-            steps = torch.stack([block.step(x[:, i], cache) for i in range(20, 26)])
+            block(x[:, :20], mask, cache=cache)
+            steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(20, 26)], 1)
         found.append({"steps": steps, **cache.state_dict()})
     assert calls == [0] * 6
     torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
@@ -161,8 +161,8 @@ def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
     block = block.to(device).eval()
     x = torch.randn(1, 2, 320).repeat(1, 12, 1).to(device)
     cache = block.new_cache(1, 24)
-    block.prefill(x[:, :13], cache)
-    steps = torch.stack([block.step(x[:, i], cache) for i in range(13, 24)], 1)
+    block(x[:, :13], cache=cache)
+    steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(13, 24)], 1)
     assert len(cache.attention.queries.scores.unique()) == 3  # two, and none in the columns that are not used
     torch.testing.assert_close(steps, block(x)[:, 13:], rtol=1e-4, atol=2e-5)
 

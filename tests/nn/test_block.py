@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nn.layers import first, outputs, tokens
+from nn.layers import first, outputs, tokens, watched
 from onepass.nn import CausalRouter, RoutedBlock
-from onepass.nn.causal import choose_per_block
-from onepass.nn.router import Router
 
 DIM, WINDOW = 12, 8
 
@@ -70,9 +68,17 @@ def test_a_causal_block_routes_queries_and_feed_forward_by_the_past() -> None:
     assert block.attention.light.causal
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("n", [16, 20, 3])
-def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: int) -> None:
-    """Others of its eight are in `test_router.py`, which says where the rest is."""
-    out = choose_per_block(Router(DIM), tokens(3, n, DIM), 2, WINDOW, first(n, n, n // 2, 0))
-    assert out.indices.shape == (3, 2 * -(-n // WINDOW))
-    assert (out.indices < n).all()
+def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: int, hooked: bool) -> None:
+    """Keys of each window are its own. Others of its eight are in `test_router.py`, which says where the rest is."""
+    layer, x, mask = _block(True).attention, tokens(3, n, DIM), first(n, n, n // 2, 0)
+    if hooked:
+        watched(layer)
+    kv = layer(x, mask, return_routing=True)[1].kv
+    at, gates = (t.view(3, -(-n // WINDOW), -1) for t in (kv.indices, kv.gates))
+    for window, start in enumerate(range(0, n, WINDOW)):
+        alone = layer.router_kv(x[:, start : start + WINDOW], layer.quota(n), mask[:, start : start + WINDOW])
+        there, chosen = alone.indices >= 0, at[:, window] >= 0
+        assert torch.equal(at[:, window][chosen], alone.indices[there] + start)
+        torch.testing.assert_close(gates[:, window][chosen], alone.gates[there])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nn.layers import first, tokens
-from onepass.nn import CausalRouter, RoutedBlock, Router
+from onepass.nn import CausalRouter, RoutedBlock, Router, TransformerBlock
 from onepass.nn.cache import BlockCache
 
 DIM, WINDOW = 16, 8
@@ -55,7 +55,8 @@ def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> Non
     expected, routing = block(x, return_routing=True)
     parts = []
     if prefilled:
-        parts.append(block.prefill(x[:, :prefilled], cache))
+        parts.append(block(x[:, :prefilled], cache=cache))
+        assert not parts[0].requires_grad
         assert cache.position == prefilled
     if prefilled < n:
         y, q, f = _stepped(block, x[:, prefilled:], cache)
@@ -87,29 +88,6 @@ def test_steps_equal_the_full_forward(
     _compare(block, _tokens(batch, n, seed, dtype), tolerance, data.draw(st.integers(0, n), label="prefilled"))
 
 
-def test_default_routers_and_a_longer_sequence() -> None:
-    torch.manual_seed(1)
-    block = RoutedBlock(DIM, 1 / 16, heads=2, dim_head=8, window=32, causal=True).double().eval()
-    x = _tokens(1, 700, 4)
-    cache = block.new_cache(1)
-    steps = torch.stack([block.step(x[:, i], cache) for i in range(700)], 1)
-    torch.testing.assert_close(steps, block(x), rtol=1e-10, atol=1e-10)
-
-
-def test_sequences_of_unequal_lengths() -> None:
-    """Each has the outputs that it has alone, wherever its windows end; no gradient is kept."""
-    block, x, lengths = _block(), _tokens(4, 40, 7), [1, WINDOW, WINDOW + 1, 3 * WINDOW - 1]
-    cache, mask = block.new_cache(4, 40), first(24, *lengths)
-    steps = [block.prefill(x[:, :24], cache, mask)]
-    for i in range(16):
-        steps.append(block.step(torch.stack([x[row, n + i] for row, n in enumerate(lengths)]), cache)[:, None])
-    for row, n in enumerate(lengths):
-        alone = block(x[row : row + 1, : n + 16])[0]
-        found = torch.cat([steps[0][row, :n], *(y[row] for y in steps[1:])])
-        assert not found.requires_grad
-        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
-
-
 def test_a_prompt_of_which_one_query_is_chosen_is_no_step() -> None:
     block = _block(1 / 16)
     block.attention.light.register_forward_hook(lambda module, inputs, y: None)
@@ -136,7 +114,7 @@ def test_hooks_run_in_steps(hook: Any) -> None:
         else:
             module.register_forward_pre_hook(_doubled_input)
         cache = block.new_cache(2)
-        y = torch.cat([block.prefill(x[:, :20], cache), _stepped(block, x[:, 20:], cache)[0]], 1)
+        y = torch.cat([block(x[:, :20], cache=cache), _stepped(block, x[:, 20:], cache)[0]], 1)
         torch.testing.assert_close(y, block(x), rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -149,13 +127,13 @@ def test_a_forward_of_ones_own_is_refused(name: str) -> None:
     module.forward = forward
     with pytest.raises(TypeError, match=f"decoding needs {name or 'itself'} to be a .*overridden"):
         # a step would run the block's own forward
-        block.step(x[:, 0], cache) if name else block.new_cache(1)
+        block(x, cache=cache) if name else block.new_cache(1)
 
 
 def test_a_cache_is_copied_saved_and_moved() -> None:
     block, x = _block(), _tokens(2, 30, 9)
     cache = block.new_cache(2, 64)
-    block.prefill(x[:, :13], cache)
+    block(x[:, :13], cache=cache)
     twin, loaded = copy.deepcopy(cache), block.new_cache(2, 64)
     loaded.load_state_dict(cache.state_dict())
     moved = copy.deepcopy(cache).to("cpu")
@@ -170,20 +148,9 @@ def test_no_sequence_reaches_another() -> None:
     outputs = []
     for _ in range(2):
         cache = block.new_cache(3)
-        outputs.append(torch.cat([block.prefill(x[:, :9], cache), _stepped(block, x[:, 9:], cache)[0]], 1))
+        outputs.append(torch.cat([block(x[:, :9], cache=cache), _stepped(block, x[:, 9:], cache)[0]], 1))
         x[1] = float("nan")
     assert torch.equal(outputs[0][::2], outputs[1][::2])
-
-
-def _read(batch: int, n: int = 4, lengths: list[int] | None = None, before: int = 0, steps: int = 0) -> None:
-    """Give a cache for two sequences a prompt, and then steps."""
-    block = _block()
-    cache, mask = block.new_cache(2, 64), None if lengths is None else first(n, *lengths)
-    if before:
-        block.prefill(_tokens(2, before, 1), cache)
-    assert block.prefill(_tokens(batch, n, 1), cache, mask).shape == (batch, n, DIM)
-    for _ in range(steps):
-        block.step(_tokens(2, 1, 1)[:, 0], cache)
 
 
 def _routed(k: float = 0.25, causal: bool = True) -> Any:
@@ -201,46 +168,47 @@ def _other_router() -> Any:
     [
         (lambda: _routed(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
         (lambda: _routed(causal=False).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
+        (lambda: TransformerBlock(DIM, dim_head=8).new_cache(1), ValueError, "TransformerBlock: decoding needs causal"),
         (lambda: _other_router().new_cache(1), TypeError, "needs feed_forward.router to be a CausalRouter, got Router"),
         (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
         (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
         (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0"),
-        (lambda: _read(3), ValueError, "the cache holds 2 sequences, got 3"),
-        (lambda: _read(2, 65), ValueError, "the cache holds max_tokens = 64 tokens, got token 65"),
-        (lambda: _read(2, 64, steps=1), ValueError, "max_tokens = 64 tokens, got token 65"),
-        (lambda: _read(2, 4, [2, 0]), ValueError, "mask must be True at its first tokens, at least one"),
-        (lambda: _read(2, 4, [2, 5], 4), ValueError, "a prompt needs a new cache, got one of 4 tokens"),
     ],
 )
-def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
-    _read(2, 0, steps=1)  # an empty prompt is none
+def test_blocks_that_cannot_decode(run: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         run()
 
 
+# tokens read before, the next ones, and how many of each sequence are real
+REFUSED: list[tuple[int, Tensor, list[int] | None, type[Exception], str]] = [
+    (0, _tokens(3, 4, 1), None, ValueError, "the cache holds 2 sequences, got 3"),
+    (0, _tokens(2, 65, 1), None, ValueError, "the cache holds max_tokens = 64 tokens, got token 65"),
+    (64, _tokens(2, 1, 1), None, ValueError, "max_tokens = 64 tokens, got token 65"),
+    (0, _tokens(2, 4, 1), [2, 0], ValueError, "mask must be True at its first tokens, at least one"),
+    (0, _tokens(2, 4, 1), [4, 4, 4], ValueError, r"mask must be \(batch, n\) = \(2, 4\)"),
+    (4, _tokens(2, 4, 1), [2, 5], ValueError, "a prompt needs a new cache, got one of 4 tokens"),
+    (7, torch.randn(2, 1, DIM), None, TypeError, "x is torch.float32 and the weights are torch.float64"),
+    (7, _tokens(2, 1, 1)[..., 1:], None, ValueError, r"x must be \(batch, n, 16\)"),
+]
+
+
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_refused_call_leaves_its_cache(watched: bool) -> None:
+@pytest.mark.parametrize(("before", "x", "lengths", "error", "match"), REFUSED)
+def test_a_refused_call_leaves_its_cache(
+    before: int, x: Tensor, lengths: list[int] | None, error: type[Exception], match: str, watched: bool
+) -> None:
     block = _block()
     if watched:
         block.attention.light.out.register_forward_hook(lambda *_: None)
-    read, new = block.new_cache(2, 12), block.new_cache(2, 12)
-    block.prefill(_tokens(2, 7, 0), read)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    for cache, run in (
-        (read, lambda: block.step(torch.randn(2, DIM), read)),
-        (read, lambda: block.step(_tokens(2, DIM + 1, 0)[..., 0], read)),
-        (read, lambda: block.prefill(_tokens(2, 3, 0), read)),
-        (new, lambda: block.prefill(torch.randn(2, 3, DIM), new)),
-        (new, lambda: block.prefill(_tokens(2, 3, 0), new, mask[:, :2])),
-        (new, lambda: block.prefill(_tokens(2, 3, 0), new, ~mask)),
-        (new, lambda: block.prefill(_tokens(2, 13, 0), new)),
-    ):  # fmt: skip
-        before, counts = copy.deepcopy(cache.state_dict()), list(cache.clock.counts)
-        with pytest.raises((ValueError, TypeError)):
-            run()
-        assert counts == cache.clock.counts
-        for name, t in cache.state_dict().items():
-            assert torch.equal(t, before[name]), name
+    cache = block.new_cache(2, 64)
+    block(_tokens(2, before, 0), cache=cache)  # an empty prompt is none
+    state, counts = copy.deepcopy(cache.state_dict()), list(cache.clock.counts)
+    with pytest.raises(error, match=match):
+        block(x, None if lengths is None else first(x.shape[1], *lengths), cache=cache)
+    assert counts == cache.clock.counts
+    for name, t in cache.state_dict().items():
+        assert torch.equal(t, state[name]), name
 
 
 @pytest.mark.gpu
@@ -253,7 +221,7 @@ def test_steps_on_gpu(prefilled: int) -> None:
     with torch.no_grad():
         expected, routing = block(x, return_routing=True)
     cache = block.new_cache(2)
-    parts = [block.prefill(x[:, :prefilled], cache)] if prefilled else []
+    parts = [block(x[:, :prefilled], cache=cache)] if prefilled else []
     y, q, f = _stepped(block, x[:, prefilled:], cache)
     for gates, output in ((q, routing.attention.q), (f, routing.feed_forward)):
         assert torch.equal(gates > 0, _gates(output, 512)[:, prefilled:] > 0)

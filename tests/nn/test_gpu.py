@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nn.layers import first, tokens
-from onepass.nn import CausalRouter, RoutedCrossAttention, RoutedFeedForward, Router
+from onepass.nn import CausalRouter, RoutedFeedForward, Router
 from onepass.nn.local_attention import neighbours
 from onepass.ops.span_attention.definition import attention_reference, reference
 from onepass.ops.span_attention.op import rotary_attention, span_attention
@@ -61,19 +61,6 @@ def test_prefixes_of_different_rows(dtype: torch.dtype) -> None:
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     z = reference(*exact, torch.zeros_like(last), last)
     assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
-
-
-def test_a_memory_of_a_million_tokens_is_read_and_not_projected() -> None:
-    layer = RoutedCrossAttention(128, 64, 512, heads=2, dim_head=32).cuda()
-    x, context = torch.randn(1, 256, 128, device="cuda"), torch.randn(1, 2**20, 128, device="cuda").bfloat16()
-    with torch.autocast("cuda", torch.bfloat16):
-        layer(x, context).sum().backward()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        layer(x, context).sum().backward()
-    # scores, gates and their gradients are a few numbers per memory; its projection would be 256 bytes
-    assert torch.cuda.max_memory_allocated() - before < 2**20 * 128
 
 
 @pytest.mark.parametrize("router", [Router, CausalRouter])

@@ -190,8 +190,3 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 def test_what_is_refused(error: type[Exception], match: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=match):
         call()
-
-
-def test_an_int_k_of_one_is_one_token() -> None:
-    with pytest.warns(UserWarning, match=r"write k=1\.0 for all of them"):
-        RoutedBlock(16, 1, **HEADS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -80,26 +79,17 @@ def test_values_and_gradients_are_those_of_the_definition(routes: int, kind: str
     torch.testing.assert_close(ours, torch.autograd.grad(expected, wanted, dy))
 
 
-def _both(
-    layer: RoutedFeedForward, x: Tensor, mask: Tensor | None, context: Callable[[], Any] = nullcontext
-) -> list[list[Tensor]]:
+def _both(layer: RoutedFeedForward, x: Tensor, mask: Tensor | None) -> list[list[Tensor]]:
     """Outputs, routing and gradients of the fused way and of the composition; a loss on all that is differentiable."""
     found, wanted = [], [x, *layer.parameters()]
     for way, fused in ((nullcontext, 1), (composed, 0)):
         with way(), counted() as calls:
-            with context():
-                y, routing = layer(x, mask, return_routing=True)
+            y, routing = layer(x, mask, return_routing=True)
             scores = routing.scores if mask is None else routing.scores.masked_fill(~mask, 0)
             loss = y.double().square().sum() + routing.gates.square().sum() + 0.1 * scores.square().sum()
             found.append([y, routing.indices, routing.gates, *torch.autograd.grad(loss, wanted)])
         assert calls == [fused]
     return found
-
-
-def _near(ours: list[Tensor], theirs: list[Tensor], limit: float, rtol: float | None = None) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        scale = max(1.0, float(b.detach().abs().max()))
-        torch.testing.assert_close(a, b, rtol=limit if rtol is None else rtol, atol=limit * scale)
 
 
 ROUTERS = [
@@ -122,20 +112,9 @@ def test_both_ways_give_the_same(device: str, masked: bool, bias: bool, router: 
     layer = RoutedFeedForward(DIM, 7, bias=bias, router=router()).to(device, dtype)
     x = torch.randn(3, 20, DIM, dtype=dtype, device=device, requires_grad=True)
     ours, theirs = _both(layer, x, _mask(device) if masked else None)
-    _near(ours, theirs, 1e-10 if device == "cpu" else 1e-4)
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_both_ways_under_autocast(device: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    layer = RoutedFeedForward(DIM, 7).to(device)
-    x = torch.randn(3, 20, DIM, device=device).to(x_dtype).requires_grad_()
-    ours, theirs = _both(layer, x, None, lambda: torch.autocast(device, dtype))
-    assert ours[0].dtype == dtype
-    assert torch.equal(ours[1], theirs[1])
-    assert [g.dtype for g in ours[3:]] == [t.dtype for t in (x, *layer.parameters())]
-    _near(ours, theirs, 2e-2, rtol=0)  # roundings of a 16-bit product
+    limit = 1e-10 if device == "cpu" else 1e-4
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit * max(1.0, float(b.detach().abs().max())))
 
 
 def _set(layer: nn.Module, name: str, value: Any) -> None:
@@ -215,41 +194,11 @@ def test_the_light_output_is_not_touched() -> None:
     assert torch.equal(*kept[0])
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "chosen"),
-    [
-        (3, 10, 3), (30, 10, 10), (0.25, 10, 2), (0.26, 10, 3), (0.24, 10, 2), (0.01, 10, 1), (1.0, 10, 10), (1, 10, 1),
-        (0.5, 0, 0), (4, 0, 0),
-    ],
-)  # fmt: skip
-def test_k_is_an_int_or_a_share_of_n(k: float, n: int, chosen: int) -> None:
-    layer, x = RoutedFeedForward(DIM, k), tokens(2, n, DIM)
-    y, routing = layer(x, return_routing=True)
-    assert routing.indices.shape == (2, chosen)
-    assert chosen or torch.equal(y, layer.light(x))
-    y.sum().backward()
-
-
 def test_a_warning_points_at_the_callers_line() -> None:
     for kind in (RoutedFeedForward, RoutedBlock):
-        with pytest.warns(UserWarning, match="one token of a sequence") as caught:
+        with pytest.warns(UserWarning, match=r"one token of a sequence; write k=1\.0 for all of them") as caught:
             kind(DIM, 1)
         assert {one.filename for one in caught} == {__file__}
-
-
-def test_masked_tokens_get_the_light_output_alone() -> None:
-    """Y there is the light output of zeros, and the heavy branch's weights play no part in it, to the bit."""
-    layer, x, mask = RoutedFeedForward(DIM, 4), tokens(3, 20, DIM), _mask()
-    mask[2] = torch.rand(20, generator=torch.Generator().manual_seed(3)) < 0.6
-    y, other = layer(x, mask), copy.deepcopy(layer)
-    torch.testing.assert_close(y[~mask], layer.light(torch.zeros_like(x[~mask])))
-    y.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    for p in other.heavy.parameters():
-        nn.init.normal_(p)
-    z = other(x, mask)
-    assert torch.equal(z[~mask], y[~mask])
-    assert not torch.equal(z, y)
 
 
 class First(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onepass
-from nn.layers import bounds, first, padded_is_as_alone, rows_of, tokens, watched
+from nn.layers import bounds, first, tokens
 from onepass.fused.choice import row_counts
 from onepass.nn import (
     CausalRouter,
-    RoutedAttention,
     RoutedBlock,
     RoutedCrossAttention,
     RoutedFeedForward,
     Router,
-    routing_stats,
 )
-from onepass.nn.causal import choose_per_block
 from onepass.nn.count import count
-from onepass.ops.soft_topk.op import KINDS
 
 DIM = 16
 gates = pytest.mark.parametrize("gate", ["soft", "straight_through"])
@@ -171,22 +166,8 @@ def test_fault_8_the_default_router_gets_a_gradient_from_the_first_step(gate: st
     assert (d_scores.gather(1, out.indices) != 0).float().mean() > 0.25
 
 
-DIM, WINDOW, WIDE = 16, 8, torch.float64
-HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": WINDOW}
+WIDE = torch.float64
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-
-
-@pytest.mark.parametrize("gate", ["soft", "straight_through"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("composed", [False, True], ids=["fused", "composed"])
-def test_every_gate(kind: str, gate: str, composed: bool) -> None:
-    torch.manual_seed(1)
-    q, kv, own = (Router(DIM, kind=kind, gate=gate) for _ in range(3))
-    attention = RoutedAttention(DIM, 0.3, 0.4, router_q=q, router_kv=kv, **HEADS)
-    for layer in (attention.double(), RoutedFeedForward(DIM, 0.3, router=own).double()):
-        if composed:
-            watched(layer)
-        padded_is_as_alone(layer, rows_of([17, 1, 40], DIM, 5), 48)
 
 
 @pytest.mark.parametrize("make", [Router, lambda dim: CausalRouter(dim, block=4, memory=8)])
@@ -222,13 +203,6 @@ def test_memories_of_cross_attention() -> None:
     torch.testing.assert_close(y[1:, :7], layer(x[1:, :7], context[1:, :22]), **TIGHT)
 
 
-def test_nothing_real_chooses_nothing() -> None:
-    for router in (Router(DIM), CausalRouter(DIM, block=4, memory=8)):
-        out = router(torch.randn(2, 12, DIM), 0.5, torch.zeros(2, 12, dtype=torch.bool))
-        assert (out.indices == -1).all()
-        assert not out.gates.any()
-
-
 @given(share=st.floats(1e-6, 1.0), n=st.integers(0, 5000))
 def test_host_and_device_count_alike(share: float, n: int) -> None:
     assert int(row_counts(share, torch.arange(5000) < n)) == count(share, n)
@@ -256,34 +230,11 @@ def test_compiled_layers_choose_as_many(dynamic: bool) -> None:
         torch.testing.assert_close(compiled(x[0, :30], **packed), layer(x[0, :30], **packed))
 
 
-def test_what_statistics_count_of_a_packed_sequence() -> None:
-    _, routing = RoutedFeedForward(DIM, 0.25)(tokens(48, DIM), cu_seqlens=bounds([40, 8]), return_routing=True)
-    # the routing is that of the padded batch
-    assert routing_stats([[routing]], [first(40, 40, 8)])["0.router/share"] == 0.25
-
-
 def test_a_causal_router_refuses_an_int_k() -> None:
     with pytest.raises(TypeError, match=r"CausalRouter: .* need k as a share"):
         CausalRouter(DIM)(tokens(30, DIM), 4, cu_seqlens=bounds([18, 12]))
     # nothing chosen is nothing chosen at any length
     assert CausalRouter(DIM)(tokens(30, DIM), 0, cu_seqlens=bounds([18, 12])).indices.shape == (2, 0)
-
-
-DIM, WINDOW = 16, 8
-
-
-def test_a_later_window_reads_what_earlier_ones_chose() -> None:
-    """Causality is not bought by looking at nothing: far tokens do reach later ones."""
-    torch.manual_seed(3)
-    layer = RoutedAttention(DIM, 1 / 4, 1 / 4, heads=2, dim_head=8, window=WINDOW, causal=True).double()
-    x = tokens(1, 10 * WINDOW, DIM).double().requires_grad_()
-    y, routing = layer(x, return_routing=True)
-    last = int(routing.q.indices.max())
-    assert last >= 3 * WINDOW
-    (grad,) = torch.autograd.grad(y[0, last].sum(), x)
-    far = grad[0, : (last // WINDOW - 1) * WINDOW].abs().sum(-1)
-    chosen = routing.kv.indices[0]
-    assert (far[chosen[chosen < len(far)]] > 0).all()
 
 
 class TestCausalRouter:
@@ -312,15 +263,3 @@ class TestCausalRouter:
         assert block.feed_forward.router.memory == memory
         assert block.attention.router_q.memory == memory
         assert block(torch.randn(1, 100, 16)).isfinite().all()
-
-
-def test_choice_per_block_is_each_blocks_own() -> None:
-    router, x = Router(DIM), tokens(2, 21, DIM)
-    out = choose_per_block(router, x, 3, 8, None)
-    assert out.indices.shape == (2, 9)
-    for b in range(2):
-        for block in range(3):
-            alone = router(x[b : b + 1, block * 8 : (block + 1) * 8], 3)
-            own = out.indices[b, block * 3 : block * 3 + 3]
-            assert torch.equal(own, alone.indices[0] + block * 8)
-            torch.testing.assert_close(out.gates[b, block * 3 : block * 3 + 3], alone.gates[0])

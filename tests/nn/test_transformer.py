@@ -99,8 +99,3 @@ def test_steps_equal_the_full_forward(window: int | None, num_experts: int, pref
     assert cache.position == N
     with pytest.raises(ValueError, match=f"max_tokens = {N} tokens, got token {N + 1}: make one with a larger"):
         made(x[:, :1], cache=cache)
-
-
-def test_what_decoding_refuses() -> None:
-    with pytest.raises(ValueError, match=r"decoding needs causal=True"):
-        block().new_cache(2)

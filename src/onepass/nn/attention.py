@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.eager import plain
+from onepass.core.launch import cdiv
 from onepass.fused.attention import Plan, routed_attention, with_keys
+from onepass.fused.choice import of_sequence, windows
 from onepass.fused.norms import WIDEST
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import rotary, span_attention
 
 from .calls import Layer, as_written, branch_dtype, parts_of
-from .causal import CausalRouter, choose_per_block, router_of_windows
+from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_dtype, count
 from .explore import explore
 from .local_attention import LocalAttention, check_heads
@@ -175,11 +177,16 @@ class RoutedAttention(Layer):
     ) -> tuple[Tensor, AttentionRouting]:
         """Compute module by module."""
         n, heavy = x.shape[1], self.heavy
-        of_q, k_kv = self.router_q(x, asked(self.router_q, self.k_q, n), mask), asked(self.router_kv, self.k_kv, n)
+        of_q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
         if self.causal and n:
-            of_kv = choose_per_block(self.router_kv, x, self.quota(n), self.window, mask)
+            # each window as if it were a sequence
+            parts, real = windows(x, mask, self.window)
+            indices, gates, scores = self.router_kv(parts, self.quota(n), real)
+            indices = of_sequence(indices, len(x), self.window)
+            scores = scores.view(len(x), cdiv(n, self.window) * self.window)[:, :n]
+            of_kv = RouterOutput(indices, gates.view(indices.shape), scores)
         else:
-            of_kv = self.router_kv(x, k_kv, mask)
+            of_kv = self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask)
         routing, q, kv = AttentionRouting(of_q, of_kv), of_q.indices, of_kv.indices
         of_light, of_heavy = ({}, None) if cache is None else ({"cache": cache.light}, cache.heavy)
         y = self.light(x, mask, **of_light).flatten(0, 1)
@@ -188,7 +195,7 @@ class RoutedAttention(Layer):
             # without a mask, a Router always finds k tokens
             whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
             if self.causal:
-                quota = kv.shape[1] // max(1, -(-n // self.window))
+                quota = kv.shape[1] // max(1, cdiv(n, self.window))
                 # missing queries come last and see every key, so that `last` never decreases
                 last = torch.where(q >= 0, q // self.window * quota, kv.shape[1])
             else:

@@ -6,16 +6,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.fused import decoding
 
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
-from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, KeyCache
-from .calls import Layer, has_no_overrides
+from .cache import AttentionCache, Block, BlockCache, ChoiceCache, Clock
+from .calls import has_no_overrides
 from .causal import CausalRouter, router_of_windows
-from .count import check_count, check_dtype, check_number, check_size, count, refuse_gone
+from .count import check_count, check_dtype, check_number, refuse_gone
 from .local_attention import LocalAttention
 from .packed import check_mask
 from .routed import RoutedFeedForward
@@ -37,7 +36,7 @@ class BlockRouting(NamedTuple):
     feed_forward: RouterOutput
 
 
-class RoutedBlock(Layer):
+class RoutedBlock(Block):
     r"""A transformer block that spends heavy compute on k tokens: ``h = x + attention(x)``, ``y = h + ff(h)``.
 
     `RoutedAttention` and `RoutedFeedForward` with pre-norm residuals (the norms are inside, one per branch).
@@ -102,9 +101,6 @@ class RoutedBlock(Layer):
     if TYPE_CHECKING:
         __call__: RoutedCall[BlockRouting]
 
-    # the layers open DTensors: dropout then draws for whole ones
-    opens = False
-
     def composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, BlockRouting]:
         """Compute layer by layer."""
         x, attention = self._added(self.attention, x, mask)
@@ -116,7 +112,7 @@ class RoutedBlock(Layer):
         self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool
     ) -> tuple[Tensor, BlockRouting | None]:
         """Read one more token of each sequence, or a prompt; kernels return no routing."""
-        _check_decodes(self)
+        self.check_decodes()
         # all that can be refused, before a cache changes
         self.attention.check(x)
         check_dtype("RoutedBlock", x, self.attention.light.qkv)
@@ -128,7 +124,7 @@ class RoutedBlock(Layer):
                 x = decoding.attention(self.attention, cache.attention, x, NORM_EPS)
                 return decoding.feed_forward(self.feed_forward, cache.feed_forward, x, NORM_EPS), None
             y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
-            h = x + F.dropout(y, self.dropout, self.training)
+            h = x + self.dropped(y)
             y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
             if kernels and x.shape[1] > 1:
                 # a threshold is a score: a token that comes again in a step has to tie with itself
@@ -136,7 +132,7 @@ class RoutedBlock(Layer):
                 caches = cache.attention.queries, cache.feed_forward
                 for kept, router, tokens, output in zip(caches, routers, (x, h), choices, strict=True):
                     kept.fill(router, tokens, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
-            return h + F.dropout(y, self.dropout, self.training), BlockRouting(attention, feed_forward)
+            return h + self.dropped(y), BlockRouting(attention, feed_forward)
 
     def _fits_kernels(self, x: Tensor) -> bool:
         """Return whether a step is what its kernels compute: default modules in one dtype, without hooks."""
@@ -149,60 +145,28 @@ class RoutedBlock(Layer):
             and feed_forward.fused_dtype(x, None) is not None
         )
 
-    def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
-        """Return the cache of `batch` sequences without tokens, for :meth:`step` and :meth:`prefill`.
+    def caches(self, clock: Clock) -> tuple[AttentionCache, ChoiceCache]:
+        """Return the caches of both layers."""
+        router, k = self.feed_forward.router, self.feed_forward.k
+        return AttentionCache(self.attention, clock), ChoiceCache(router, k, clock)
 
-        Its tensors have the device and dtype of the block's weights, and room for `max_tokens` of each sequence. With
-        the `clock` of a model of several blocks that model counts the tokens (`Decoder`).
-
-        Raises:
-            TypeError: a k is an int, a part's class or forward is another one, or a size is not an int.
-            ValueError: the block is not causal, or batch or max_tokens is < 1.
-        """
-        check_size("RoutedBlock", "batch", batch)
-        check_size("RoutedBlock", "max_tokens", max_tokens)
-        _check_decodes(self)
-        layer, weight = self.attention, self.attention.light.qkv.weight
-        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, weight.device)
-        quota = count(layer.k_kv, layer.window)
-        attention = AttentionCache(
-            ChoiceCache(layer.router_q, float(layer.k_q), clock), KeyCache(layer.light, clock),  # type: ignore[arg-type]
-            HeavyCache(layer.heavy, layer.window, quota, clock), weight.new_zeros(batch, layer.window, layer.dim),
-        )  # fmt: skip
-        router: Any = self.feed_forward.router
-        return BlockCache(attention, ChoiceCache(router, float(self.feed_forward.k), clock), owns_clock)
-
-    def step(self, x: Tensor, cache: BlockCache) -> Tensor:
-        """Return the outputs (batch, dim) of one more token (batch, dim) of each sequence, and update the cache.
-
-        Choices are those of the full forward of all tokens so far, and the output equals its last one to rounding.
-        Hooks run. Nothing is differentiable. A CPU skips a heavy branch that no token chose; a GPU runs it on all rows.
-
-        Raises:
-            ValueError: the cache is full, or holds another number of sequences.
-
-        Example:
-            >>> import torch
-            >>> from onepass.nn import RoutedBlock
-            >>> block = RoutedBlock(32, k=1 / 4, heads=2, dim_head=16, window=8, causal=True).eval()
-            >>> x, cache = torch.randn(2, 21, 32), block.new_cache(2)
-            >>> steps = torch.stack([block.step(x[:, i], cache) for i in range(21)], 1)
-            >>> torch.allclose(steps, block(x), atol=1e-5)
-            True
-        """
-        call: Any = self
-        return call(x[:, None], cache=cache)[:, 0]  # type: ignore[no-any-return]
-
-    def prefill(self, x: Tensor, cache: BlockCache, mask: Tensor | None = None) -> Tensor:
-        """Return the outputs of tokens (batch, n, dim) by the full forward, and make a new cache that of their steps.
-
-        Sequences of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens.
-
-        Raises:
-            ValueError: the cache has seen tokens or is too small, or shapes don't fit.
-        """
-        call: Any = self
-        return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
+    def check_decodes(self) -> None:
+        """Raise unless each part is what a step runs, and each k a share."""
+        super().check_decodes()
+        for name, kind in _CLASSES:
+            module = attrgetter(name)(self) if name else self
+            if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
+                what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
+                raise TypeError(
+                    f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {what}: a step would "
+                    "not run its forward; use hooks, which run in steps too"
+                )
+        for name, k in (("k_q", self.attention.k_q), ("k_kv", self.attention.k_kv), ("k", self.feed_forward.k)):
+            if not isinstance(k, float):
+                raise TypeError(
+                    f"RoutedBlock: decoding needs {name} as a share, a float 0 < {name} ≤ 1; got the int {k}, which is "
+                    "a share of a length that is not known yet"
+                )
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
@@ -213,7 +177,7 @@ class RoutedBlock(Layer):
             if dtype is not None:
                 return layer.fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
         y, routing = layer(x, mask, return_routing=True)
-        return x + F.dropout(y, self.dropout, self.training), routing
+        return x + self.dropped(y), routing
 
 
 # what a step calls instead of the forward that these classes define
@@ -222,23 +186,3 @@ _CLASSES: list[tuple[str, type[nn.Module]]] = [
     ("attention.heavy", HeavyAttention), ("attention.router_q", CausalRouter), ("attention.router_kv", Router),
     ("feed_forward", RoutedFeedForward), ("feed_forward.router", CausalRouter),
 ]  # fmt: skip
-
-
-def _check_decodes(block: RoutedBlock) -> None:
-    """Raise unless a block can take one token after another as its full forward would take them all."""
-    if not block.attention.causal:
-        raise ValueError("RoutedBlock: decoding needs causal=True; this block's tokens see later ones")
-    for name, kind in _CLASSES:
-        module = attrgetter(name)(block) if name else block
-        if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
-            what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
-            raise TypeError(
-                f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {what}: a step would not "
-                "run its forward; use hooks, which run in steps too"
-            )
-    for name, k in (("k_q", block.attention.k_q), ("k_kv", block.attention.k_kv), ("k", block.feed_forward.k)):
-        if not isinstance(k, float):
-            raise TypeError(
-                f"RoutedBlock: decoding needs {name} as a share, a float 0 < {name} ≤ 1; got the int {k}, which is a "
-                "share of a length that is not known yet"
-            )

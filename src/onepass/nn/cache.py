@@ -22,6 +22,8 @@ from onepass.ops.causal_choice.definition import fraction, ranked
 from onepass.ops.routing.op import gather
 from onepass.ops.span_attention.op import BASE, apply_rotary, rotary
 
+from .calls import Layer
+from .count import check_size, count
 from .router import RouterOutput, asked
 
 # torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
@@ -331,9 +333,11 @@ class AttentionCache(_Cache):
 
     tokens: Tensor
 
-    def __init__(self, queries: ChoiceCache, light: KeyCache, heavy: HeavyCache, tokens: Tensor) -> None:
-        super().__init__(queries.clock, tokens=tokens)
-        self.queries, self.light, self.heavy = queries, light, heavy
+    def __init__(self, layer: Any, clock: Clock) -> None:
+        weight, quota = layer.light.qkv.weight, count(layer.k_kv, layer.window)
+        super().__init__(clock, tokens=weight.new_zeros(len(clock.counts), layer.window, layer.dim))
+        self.queries = ChoiceCache(layer.router_q, layer.k_q, clock)
+        self.light, self.heavy = KeyCache(layer.light, clock), HeavyCache(layer.heavy, layer.window, quota, clock)
 
     def given(self, layer: Any, begins: bool) -> tuple[Tensor, RouterOutput]:
         """Return the tokens (batch, m, dim) that the window before gives where a sequence begins one, and the choice.
@@ -400,3 +404,55 @@ class BlockCache(_Cache):
     def position(self) -> int:
         """How many tokens the longest sequence has."""
         return max(self.clock.counts)
+
+
+class Block(Layer):
+    """Attention and a feed-forward, each added to x, with dropout on what they add; a causal one can decode."""
+
+    dropout: float
+    # the layers inside open DTensors: dropout then draws for whole ones
+    opens = False
+
+    def dropped(self, y: Tensor) -> Tensor:
+        """Return y with dropout, in training."""
+        return F.dropout(y, self.dropout, self.training)
+
+    def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
+        """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
+
+        A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence.
+        Prompts of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens. Outputs, and the
+        choices of a `RoutedBlock`, are those of the full forward of all tokens so far, outputs to rounding. Hooks run,
+        nothing is differentiable. The cache has the device and dtype of the weights, and room for `max_tokens` of each
+        sequence, or for two windows. With the `clock` of a model of several blocks that model counts the tokens.
+
+        Raises:
+            TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward
+                is another one.
+            ValueError: the block is not causal, or a size is < 1. In a call: the cache is full or of another batch, or
+                a prompt comes after other tokens.
+
+        Example:
+            >>> import torch
+            >>> from onepass.nn import RoutedBlock
+            >>> block = RoutedBlock(32, k=1 / 4, heads=2, dim_head=16, window=8, causal=True).eval()
+            >>> x, cache = torch.randn(2, 21, 32), block.new_cache(2)
+            >>> steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(21)], 1)
+            >>> torch.allclose(steps, block(x), atol=1e-5)
+            True
+        """
+        check_size(type(self).__name__, "batch", batch)
+        check_size(type(self).__name__, "max_tokens", max_tokens)
+        self.check_decodes()
+        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, next(self.parameters()).device)
+        return BlockCache(*self.caches(clock), owns_clock)
+
+    def check_decodes(self) -> None:
+        """Raise unless steps can compute what the full forward computes."""
+        if not self.attention.causal:  # type: ignore[union-attr]
+            name = type(self).__name__
+            raise ValueError(f"{name}: decoding needs causal=True; this block's tokens see later ones")
+
+    def caches(self, clock: Clock) -> tuple[Any, Any]:
+        """Return new caches of attention and of the feed-forward, which may be None."""
+        raise NotImplementedError

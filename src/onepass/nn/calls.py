@@ -23,22 +23,22 @@ Routing = TypeVar("Routing", covariant=True)
 
 
 class RoutedCall(Protocol[Routing]):
-    """``layer(x, mask=None, return_routing=False, *, cu_seqlens=None, max_seqlen=None)``, for type checkers alone."""
+    """``layer(x, mask=None, return_routing=False, *, …)``, for type checkers alone; only a block takes a cache."""
 
     @overload
     def __call__(
         self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[False] = ..., *,
-        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ..., cache: Any = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def __call__(
         self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[True] = ..., *,
-        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ..., cache: Any = ...,
     ) -> tuple[Tensor, Routing]: ...  # fmt: skip
     @overload
     def __call__(
         self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ..., *,
-        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ..., cache: Any = ...,
     ) -> Tensor | tuple[Tensor, Routing]: ...  # fmt: skip
 
 
@@ -64,7 +64,8 @@ class Layer(nn.Module):
         self.check(x)
         if type(x) is not Tensor and self.opens and cache is None and takes_whole_rows(self, x):
             return whole_rows(Layer, self, x, mask, return_routing=return_routing)
-        if cache is not None:
+        if cache is not None and x.shape[1]:
+            # an empty prompt is none
             y, routing = self.cached(x, mask, cache, return_routing)
         elif (dtype := self.fused_dtype(x, mask)) is not None:
             y, routing = self.fused(x, mask, dtype)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from onepass.fused.choice import Choice, of_sequence, windows
+from onepass.fused.choice import Choice
 from onepass.ops.causal_choice.definition import places
 from onepass.ops.causal_choice.op import MEMORY, check_sizes
 
@@ -102,27 +101,3 @@ def router_of_windows(
     """Return the router of a layer with local windows: its memory is a whole number of windows."""
     memory = max(1, MEMORY // window) * window
     return CausalRouter(dim, block=window, memory=memory, device=device, dtype=dtype)
-
-
-def choose_per_block(
-    choose: Callable[[Tensor, Any, Tensor | None], RouterOutput], values: Tensor, quota: int | float, block: int,
-    mask: Tensor | None,
-) -> RouterOutput:  # fmt: skip
-    """Choose `quota` tokens of each block, as if it were a sequence; return indices (batch, blocks·places) in order.
-
-    Indices are −1 where a block has fewer real tokens. A choice depends on its whole block.
-
-    Args:
-        choose: a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
-            ``(batch·blocks, block)``.
-        values: the tokens or scores of whole sequences.
-        quota: an int, or a share of each block's real tokens.
-        block: tokens of a block.
-        mask: ``(batch, n)`` bool, True at real tokens.
-    """
-    batch, n = values.shape[:2]
-    parts, real = windows(values, mask, block)
-    chosen = choose(parts, quota, real)
-    scores = chosen.scores.view(batch, -(-n // block) * block)[:, :n]
-    indices = of_sequence(chosen.indices, batch, block)
-    return RouterOutput(indices, chosen.gates.view(indices.shape), scores)

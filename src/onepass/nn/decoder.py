@@ -197,26 +197,6 @@ class Decoder:
         missing = count - written.shape[1]
         return torch.cat((written, written[:, -1:].expand(-1, missing)), 1)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all tensors that change with the tokens; `load_state_dict` continues from them."""
-        state = {"tokens": self.tokens, "logits": self.logits, "ended": self.ended, "position": self.clock.position}
-        for i, cache in enumerate(self.caches):
-            state |= {f"{i}.{name}": value for name, value in cache.state_dict().items()}
-        return state
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a saved state of the same blocks, batch and max_tokens."""
-        own = self.state_dict()
-        for name, value in own.items():
-            if not isinstance(state.get(name), Tensor) or state[name].shape != value.shape:
-                raise ValueError(
-                    f"Decoder: {name} must be {tuple(value.shape)} in the state, got {state.get(name)!r:.80}"
-                )
-        self._clear()
-        for name, value in own.items():
-            value.copy_(state[name])
-        self.clock.counts = self.clock.position.tolist()
-
     def _advance(self) -> None:
         clock = self.clock
         clock.check_room(1)

@@ -16,8 +16,7 @@ from onepass.fused.runs import kept, neighbours
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.op import BASE, span_attention
 
-from .cache import BlockCache, Clock, KeyCache
-from .calls import Layer
+from .cache import Block, BlockCache, Clock, KeyCache
 from .count import check_dtype, check_flag, check_int, check_number, check_size
 from .experts import ExpertRouting, Experts
 from .local_attention import check_heads
@@ -105,7 +104,7 @@ class SelfAttention(nn.Module):
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
 
 
-class TransformerBlock(Layer):
+class TransformerBlock(Block):
     r"""A pre-norm transformer block: ``h = x + attention(x)``, ``y = h + feed_forward(h)``.
 
     .. math::
@@ -183,9 +182,6 @@ class TransformerBlock(Layer):
     if TYPE_CHECKING:
         __call__: RoutedCall[ExpertRouting | None]
 
-    # the modules inside take DTensors
-    opens = False
-
     def check(self, x: Tensor) -> None:
         """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
         check_tokens("TransformerBlock", x, self.attention.dim)
@@ -212,44 +208,17 @@ class TransformerBlock(Layer):
     ) -> tuple[Tensor, ExpertRouting | None]:
         """Compute module by module."""
         x = zero_padding("TransformerBlock", x, mask)
-        y, routing = self._dropped(self.attention(x, mask, packed, cache)), None
+        y, routing = self.dropped(self.attention(x, mask, packed, cache)), None
         if isinstance(self.feed_forward, FeedForward):
             y, x = self.feed_forward(y, x)
         else:
             x = x + y
             y, routing = self.feed_forward(x, mask, return_routing=True)
-        return x + self._dropped(y), routing
+        return x + self.dropped(y), routing
 
-    def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
-        """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
-
-        A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence;
-        outputs equal those of the full forward to rounding, and nothing is differentiable. The cache keeps keys and
-        values of two windows, or of `max_tokens` tokens of each sequence. With the `clock` of a model of several
-        blocks that model counts the tokens.
-
-        Raises:
-            TypeError: batch or max_tokens is not an int.
-            ValueError: the block is not causal, or a size is < 1. In a call: the cache is full, or of another batch.
-
-        Example:
-            >>> import torch
-            >>> from onepass.nn import TransformerBlock
-            >>> block = TransformerBlock(32, dim_head=16, window=8, causal=True).eval()
-            >>> x, cache = torch.randn(2, 21, 32), block.new_cache(2)
-            >>> steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(21)], 1)
-            >>> torch.allclose(steps, block(x), atol=1e-5)
-            True
-        """
-        check_size("TransformerBlock", "batch", batch)
-        check_size("TransformerBlock", "max_tokens", max_tokens)
-        if not self.attention.causal:
-            raise ValueError("TransformerBlock: decoding needs causal=True; this block's tokens see later ones")
-        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, self.attention.qkv.weight.device)
-        return BlockCache(KeyCache(self.attention, clock), None, owns_clock)
-
-    def _dropped(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.dropout, self.training)
+    def caches(self, clock: Clock) -> tuple[KeyCache, None]:
+        """Return the cache of attention; a feed-forward needs none."""
+        return KeyCache(self.attention, clock), None
 
 
 def sequences(
