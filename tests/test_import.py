@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onepass.doctor.facts import LEAST
-from onepass.train.commands.extras import EXTRAS
+from onepass.train.commands.options import EXTRAS
 
 
 def _run(code: str, env: dict[str, str] | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from onepass import __version__
 from onepass.train.commands.errors import UserError, printable, reason
-from onepass.train.commands.extras import require
+from onepass.train.commands.options import require
 
 # each module has `add_command(subparsers)` and imports its heavy parts when its command runs
 COMMANDS = (

@@ -181,12 +181,12 @@ def test_a_process_that_hangs_ends_the_others(texts: Path, tmp_path: Path, monke
 
 
 def test_a_gpu_that_hangs_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(world: parallel.Processes, code: int, message: str) -> None:
+    def end(world: parallel.World, code: int, message: str) -> None:
         raise SystemExit(f"{code}: {message}")
 
     monkeypatch.setattr(parallel, "ANSWER", 0.01)
-    monkeypatch.setattr(parallel.Processes, "end", end)
-    world = object.__new__(parallel.Processes)
+    monkeypatch.setattr(parallel.World, "end", end)
+    world = parallel.World()
     world.path = tmp_path
     with pytest.raises(
         SystemExit, match=r"1: a process of this run has ended \(GPUs gave no answer for 0 s\); .*--resume"

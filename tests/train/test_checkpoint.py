@@ -251,7 +251,7 @@ def test_what_resuming_refuses(finished: Path, texts: Path):
     (finished / "metrics.jsonl").write_bytes(metrics)
 
     (texts / "1.txt").write_text("something else")
-    assert "the data has changed since the run began: '1.txt' changed" in said()
+    assert f"the data has changed since the run began; put back the files that {finished}/data.json lists" in said()
 
     for content in (b"{", b"\xff"):
         (finished / "config.json").write_bytes(content)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.train.generate import load
+from onepass.train.checkpoint import of_run
 from onepass.train.language import ByteModel
 from train.tiny import TINY, printed, quick, refused
 
@@ -32,9 +32,7 @@ def _whole(model: ByteModel, tokens: list[int]) -> torch.Tensor:
 
 
 def test_temperature_0_is_the_argmax_of_the_full_forward(run: Path) -> None:
-    model, seen = load(run)
-    assert seen == 32
-    model = model.double()
+    model = of_run(run)[1].double()
     tokens = list(b"rou")
     for token in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
         assert int(token) == int(_whole(model, tokens).argmax())

@@ -23,6 +23,7 @@ from onepass.optim.state import gatherable
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 from onepass.train.config import Config, from_json
+from onepass.train.language import ByteModel
 from onepass.train.metrics import Mark
 from onepass.train.model import new
 
@@ -82,13 +83,6 @@ def save(
     record = json.dumps(values, sort_keys=True)
     metadata = {"onepass": record, "sha256": _digest(record, tensors)}
     files.write(path, safetensors.torch.save(tensors, metadata))
-
-
-def of_run(directory: Path) -> Path:
-    """Return where the checkpoint of a run is; raise UserError if there is none."""
-    if not (directory / NAME).exists():
-        raise UserError(f"there is no run with a checkpoint in {directory} (no {NAME})")
-    return directory / NAME
 
 
 def load(path: Path) -> Checkpoint:
@@ -151,6 +145,16 @@ def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load the weights into a model of the checkpoint's configuration."""
     prefix = "model/"
     model.load_state_dict({n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)})
+
+
+def of_run(directory: Path) -> tuple[Checkpoint, ByteModel]:
+    """Return the checkpoint of a run and its model, which trains no more; raise UserError if there is none."""
+    if not (directory / NAME).exists():
+        raise UserError(f"there is no run with a checkpoint in {directory} (no {NAME})")
+    saved = load(directory / NAME)
+    model = new(saved.config)
+    restore_model(saved, model)
+    return saved, model.eval()
 
 
 def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:

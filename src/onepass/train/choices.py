@@ -11,13 +11,11 @@ from torch import Tensor
 from onepass.nn import routing_stats
 from onepass.train.config import Config
 
-Total = Callable[[Tensor], Tensor]
-
 
 class Choices:
     """Counts of what the blocks of a configuration chose; `total` adds a tensor up over the processes."""
 
-    def __init__(self, config: Config, device: torch.device, total: Total) -> None:
+    def __init__(self, config: Config, device: torch.device, total: Callable[[Tensor], Tensor]) -> None:
         self.config, self.total = config, total
         # hidden bytes, all bytes; with a heavy branch: in all blocks, in one block at least
         self.sums = torch.zeros(4, dtype=torch.int64, device=device)

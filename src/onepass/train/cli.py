@@ -16,7 +16,7 @@ from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config
 from onepass.train.data import Corpus
 from onepass.train.loop import Training
-from onepass.train.parallel import Processes, World
+from onepass.train.parallel import World
 from onepass.train.progress import Progress, say, size
 from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
 from onepass.train.trace import trace
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     with parallel.joined() as world:
         world.fsdp = args.fsdp
         try:
-            if isinstance(world, Processes) and not world.first:
+            if not world.first:
                 return world.leave(follow(args, world))
             return world.leave(lead(args, world))
         except loop.InterruptedRunError as stop:
@@ -74,7 +74,7 @@ def lead(args: argparse.Namespace, world: World) -> int:
         return train(args, run_, config, corpus, saved, world)
 
 
-def follow(args: argparse.Namespace, world: Processes) -> int:
+def follow(args: argparse.Namespace, world: World) -> int:
     """Take part in the run that the first process announces; return the exit code."""
     run_, config, saved = world.follow()
     corpus = data.load(args.paths or config.paths)
@@ -134,11 +134,13 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
         raise UserError("--resume: the run was on a CUDA device, and torch sees none here; start another run")
     corpus = data.load(args.paths or config.paths)
     if corpus.digest != config.data:
-        what = data.changed(corpus, run_ / "data.json")
-        raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
+        raise UserError(
+            f"--resume: the data has changed since the run began; put back the files that {run_ / runs.DATA} lists, or "
+            f"start another run"
+        )
     refuse_longer(config, corpus)
     # the data has the run's digest, so its list is right, whatever became of the file
-    run_.write("data.json", corpus.manifest())
+    run_.write(runs.DATA, corpus.manifest())
     saved = run_.checkpoint()
     if saved and (name := configs.contradiction(config, saved.config)):
         there, here = (str(getattr(values, name))[:40] for values in (saved.config, config))

@@ -60,11 +60,8 @@ class Config:
         """Share of the bytes that are hidden; None if the task is to guess each next byte."""
         return None if self.task == "causal" else self.masked
 
-    def as_dict(self) -> dict[str, object]:
-        return {"onepass_run": FORMAT, **dataclasses.asdict(self)}
-
     def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=2) + "\n"
+        return json.dumps({"onepass_run": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 # values of each preset; options of the command line override most of them. On a CPU blocks without experts were ahead

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ class Corpus:
     left_out: list[LeftOut] = field(default_factory=list)
 
     def manifest(self) -> str:
-        """Return the list of files as JSON, one per line, from which `changed` can name the file that differs."""
+        """Return the list of files as JSON, one per line: name, bytes, SHA-256, part."""
         rows = [[s.name, len(s.content), s.digest, "validation" if s.validation else "training"] for s in self.sources]
         return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
@@ -67,23 +66,6 @@ def load(paths: Sequence[str]) -> Corpus:
         digest.update(f"{source.name!r} {len(source.content)} {source.digest}\n".encode("utf-8", "backslashreplace"))
     training, validation = (np.frombuffer(b"".join(part), dtype=np.uint8) for part in parts)
     return Corpus(sources, training, validation, digest.hexdigest(), left_out)
-
-
-def changed(corpus: Corpus, manifest: Path) -> str:
-    """Describe how the data differs from the manifest of a run."""
-    try:
-        rows = json.loads(manifest.read_bytes())
-        old = {str(row[0]): (int(row[1]), str(row[2])) for row in rows}
-    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
-        return "its files are not the same"
-    new = {source.name: (len(source.content), source.digest) for source in corpus.sources}
-    gone, come = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
-    other = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    for names, what in ((other, "changed"), (gone, "is gone"), (come, "is new")):
-        if names:
-            more = len(gone) + len(come) + len(other) - 1
-            return f"{names[0]!r} {what}" + (f", and {more} more differ" if more else "")
-    return "the order of its files is not the same"
 
 
 def generator(seed: int, purpose: int, step: int) -> np.random.Generator:

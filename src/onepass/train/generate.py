@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 import codecs
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onepass.train.commands.errors import UserError, printable
 from onepass.train.commands.options import command, number
 
-if TYPE_CHECKING:
-    from onepass.train.language import ByteModel
-
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
 takes one step per byte, with the choices of the full model. The text appears as it is written; the same seed gives the
-same text on the same machine. On a terminal, the last line tells how fast it was."""
-# bytes of a text, prompt included, that the caches have room for
-MOST = 2**17
+same text on the same machine."""
 EXAMPLES = """\
 examples:
   onepass train --task causal ~/notes --out runs/notes            first a model
@@ -40,11 +33,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
     parser.add_argument(
-        "--length",
-        type=number(1, 2**24),
-        default=256,
-        metavar="N",
-        help=f"bytes to write at most (default: 256); a text ends at {MOST:,} bytes, prompt included",
+        "--length", type=number(1, 2**17), default=256, metavar="N", help="bytes to write (default: 256)"
     )
     parser.add_argument(
         "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
@@ -58,9 +47,13 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, read the prompt, write on."""
     import torch
 
+    from onepass.train.checkpoint import of_run
     from onepass.train.model import pick_device
 
-    model, seen = load(args.directory)
+    saved, model = of_run(args.directory)
+    if saved.config.task != "causal":
+        raise UserError(f"the run in {args.directory} guesses hidden bytes; generate needs one of --task causal")
+    seen = saved.config.seq  # bytes that the model has seen at a time
     prompt = args.prompt.encode("utf-8", "surrogateescape")
     if not prompt:
         raise UserError("--prompt is empty; give at least one byte to go on from")
@@ -70,38 +63,17 @@ def run(args: argparse.Namespace) -> int:
     if len(prompt) + args.length > seen:
         sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
     device = model.embedding.weight.device
-    count = min(args.length, MOST - len(prompt) + 1)
-    decoder = model.decoder(1, len(prompt) + count - 1, temperature=args.temperature, seed=args.seed)
+    decoder = model.decoder(1, len(prompt) + args.length - 1, temperature=args.temperature, seed=args.seed)
     show = codecs.getincrementaldecoder("utf-8")("replace")
     _write(show.decode(prompt))
-    length, began = 0, time.perf_counter()
     try:
-        for tokens in decoder.stream(torch.tensor([list(prompt)], device=device), count):
+        for tokens in decoder.stream(torch.tensor([list(prompt)], device=device), args.length):
             for byte in tokens[0].tolist():
                 _write(show.decode(bytes([byte])))
-                length += 1
     except ValueError as error:
         raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
     _write(show.decode(b"", final=True) + "\n")
-    if count < args.length:
-        sys.stderr.write(f"note: a text ends at {MOST:,} bytes, where its caches are full\n")
-    if sys.stderr.isatty():
-        seconds = time.perf_counter() - began
-        sys.stderr.write(f"{length:,} bytes in {seconds:.2f} s, {length / seconds:,.0f} a second\n")
     return 0
-
-
-def load(directory: Path) -> tuple[ByteModel, int]:
-    """Return the language model of a run, and how many bytes it was trained on at a time; raise UserError."""
-    from onepass.train import checkpoint
-    from onepass.train.model import new
-
-    saved = checkpoint.load(checkpoint.of_run(directory))
-    if saved.config.task != "causal":
-        raise UserError(f"the run in {directory} guesses hidden bytes; generate needs one of --task causal")
-    model = new(saved.config)
-    checkpoint.restore_model(saved, model)
-    return model.eval(), saved.config.seq
 
 
 def _write(text: str) -> None:

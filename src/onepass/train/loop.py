@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,8 +76,9 @@ class Training:
         self.counts = torch.zeros(len(self.experts), self.config.experts, device=self.device)
         for layer, count in zip(self.experts, self.counts, strict=True):
             layer.tokens_per_expert = count
-        together = self.world.replicas
-        self.gradients = Gradients(self._training_loss, parameters, self.device, why, together=together)
+        self.gradients = Gradients(
+            lambda *batch: self._loss(*batch)[0], parameters, self.device, why, together=self.world.replicas
+        )
         # one call later: it reads the gradients where their graph writes them
         self.update = Captured(self._update, self.device, why, EAGER + 1)
 
@@ -173,9 +173,6 @@ class Training:
             parts = [part.pin_memory() for part in parts]
         return tuple(part.to(self.device, non_blocking=True) for part in parts)
 
-    def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
-        return self._loss(tokens, hidden, value)[0]
-
     def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, list[Any]]:
         """Return the mean cross entropy of the hidden bytes in nats, and the routings."""
         logits, routings = self.model(tokens, None if self.config.hides is None else hidden)
@@ -241,9 +238,6 @@ def learning_rate(config: Config, step: int) -> float:
 def stop_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM so that the current step can end; a second signal, if SIGINT, interrupts at once."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
     def remember(signum: int, frame: FrameType | None) -> None:
         if received and signum == signal.SIGINT:

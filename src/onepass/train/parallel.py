@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.train import metrics
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config, from_json
@@ -44,7 +43,7 @@ GRACE = 25.0  # seconds from a stop signal to the end of this process; torchrun 
 
 
 class World:
-    """A run of one process, with or without torchrun: nothing here changes what it computes."""
+    """The processes of a run: this one, and those that torchrun started beside it. Alone, a process asks no other."""
 
     rank, size = 0, 1
     restarts = most_restarts = 0  # how often torchrun has started this process again, and will at most
@@ -53,14 +52,31 @@ class World:
     replicas = False  # whether each of several processes holds all weights and computes its own gradients
 
     def __init__(self) -> None:
-        if dist.is_available() and dist.is_torchelastic_launched():
-            self.restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            self.most_restarts = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        self.path = Path()
+        self.stopped = threading.Event()
+        if not (dist.is_available() and dist.is_torchelastic_launched()):
+            return
+        self.restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.most_restarts = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            # some builds of torch lack it
+            from torch.distributed.rendezvous import rendezvous
+
+            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.local_rank = int(os.environ["LOCAL_RANK"])
+            # torchrun's store outlives the processes: a prefix separates what they wrote before and after a restart
+            store, _, _ = next(rendezvous("env://", self.rank, self.size))
+            self.store = dist.PrefixStore(f"onepass/{self.restarts}", store)  # type: ignore[attr-defined]
 
     @property
     def first(self) -> bool:
         """Whether this process prints and writes."""
         return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process, with or without torchrun."""
+        return self.size == 1
 
     def restarted(self, run: Path | None) -> bool:
         """Return whether torchrun started this process again after an earlier one had begun the run."""
@@ -70,71 +86,8 @@ class World:
 
     def check(self, config: Config) -> None:
         """Raise UserError if the processes can't share the weights, or the batches of a configuration."""
-        if self.fsdp:
+        if self.alone and self.fsdp:
             raise UserError("--fsdp: one process holds all weights; start several with torchrun --nproc-per-node N")
-
-    def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
-        """Tell the other processes what the run is; from here on all compute together."""
-
-    def start(self, path: Path, config: Config) -> None:
-        """Form the group of the processes that compute the run in `path`."""
-
-    def device(self, kind: str) -> torch.device:
-        """Return the device of this process."""
-        return torch.device(kind)
-
-    def model(self, config: Config, device: torch.device) -> ByteModel:
-        """Return the model with its initial weights."""
-        return new(config).to(device)
-
-    def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
-        """Return a checkpoint whose tensors are placed like the model's parameters."""
-        return saved
-
-    def part(self, batch: Batch) -> Batch:
-        """Return this process's rows of a batch, perhaps none."""
-        return batch
-
-    def average(self, gradients: Tensor, counts: Tensor) -> None:
-        """Replace counts by their sums over the processes, and gradients by their means, which FSDP2 does itself."""
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the processes."""
-        return values
-
-    def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the processes."""
-        return values
-
-    def stopping(self, received: list[int]) -> list[int]:
-        """Return the list of signals that stops the loop, for the signals that this process receives."""
-        return received
-
-    def agree(self, received: Sequence[int], stop: list[int]) -> None:
-        """Add to `stop` a signal that any process has received; all processes call this after the same step."""
-
-    def leave(self, code: int) -> int:
-        """Wait for all processes; return the exit code, or end with it where there are several processes."""
-        return code
-
-
-class Processes(World):
-    """One of the processes that torchrun started."""
-
-    def __init__(self) -> None:
-        # some builds of torch lack it
-        from torch.distributed.rendezvous import rendezvous
-
-        super().__init__()
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
-        # torchrun's store outlives the processes: a prefix separates what they wrote before and after a restart
-        store, _, _ = next(rendezvous("env://", self.rank, self.size))
-        self.store = dist.PrefixStore(f"onepass/{self.restarts}", store)  # type: ignore[attr-defined]
-        self.path = Path()
-        self.stopped = threading.Event()
-
-    def check(self, config: Config) -> None:
         if config.batch % self.size:
             raise UserError(
                 f"--batch {config.batch}: {self.size} processes take equal parts of a batch; "
@@ -142,19 +95,22 @@ class Processes(World):
             )
 
     def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
-        plan = {"path": str(run.path), "config": config.to_json(), "saved": saved and _outline(saved)}
-        self.store.set(PLAN, json.dumps(plan))
-        self.start(run.path, config)
+        """Tell the other processes what the run is; from here on all compute together."""
+        if not self.alone:
+            plan = {"path": str(run.path), "config": config.to_json(), "saved": saved and _outline(saved)}
+            self.store.set(PLAN, json.dumps(plan))
+            self._start(run.path, config)
 
     def follow(self) -> tuple[Run, Config, Checkpoint | None]:
         """Return what the first process announces; of a checkpoint's tensors, shapes and dtypes."""
         self.store.wait([PLAN], WAIT)
         plan = json.loads(self.store.get(PLAN))
-        run, config = Onlooker(Path(plan["path"])), from_json(plan["config"], f"{CONFIG}: ")
-        self.start(run.path, config)
+        run, config = Run(Path(plan["path"]), writes=False), from_json(plan["config"], f"{CONFIG}: ")
+        self._start(run.path, config)
         return run, config, plan["saved"] and _from_outline(run.path, config, plan["saved"])
 
-    def start(self, path: Path, config: Config) -> None:
+    def _start(self, path: Path, config: Config) -> None:
+        """Form the group of the processes that compute the run in `path`."""
         self.path, kind = path, config.device
         if kind == "cuda":
             if self.local_rank >= torch.cuda.device_count():
@@ -167,10 +123,13 @@ class Processes(World):
         self.mesh = dist.device_mesh.init_device_mesh(kind, (self.size,))
 
     def device(self, kind: str) -> torch.device:
-        return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
+        """Return the device of this process."""
+        return torch.device(kind, self.local_rank) if kind == "cuda" and not self.alone else torch.device(kind)
 
     def model(self, config: Config, device: torch.device) -> ByteModel:
         """Return the model, whole or in shards. The first process draws the weights: those of a run of one process."""
+        if self.alone:
+            return new(config).to(device)
         self.replicas = not self.fsdp
         self.why_eager = "" if self.replicas else "several processes gather weights between its kernels"
         drawn = new(config).state_dict() if self.first else {}
@@ -207,6 +166,9 @@ class Processes(World):
         return distribute_tensor(here, self.mesh, like.placements, src_data_rank=0)
 
     def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
+        """Return a checkpoint whose tensors are placed like the model's parameters."""
+        if self.alone:
+            return saved
         parameters = dict(model.named_buffers()) | dict(model.named_parameters())
         tensors = {}
         for name, value in sorted(saved.tensors.items()):
@@ -220,11 +182,13 @@ class Processes(World):
         return replace(saved, tensors=tensors)
 
     def part(self, batch: Batch) -> Batch:
+        """Return this process's rows of a batch, perhaps none."""
         total = len(batch.tokens)
         return batch.rows(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
 
     def average(self, gradients: Tensor, counts: Tensor) -> None:
-        if counts.numel():
+        """Replace counts by their sums over the processes, and gradients by their means, which FSDP2 does itself."""
+        if not self.alone and counts.numel():
             dist.all_reduce(counts)
         if not self.replicas:
             return
@@ -234,9 +198,13 @@ class Processes(World):
             gradients /= self.size
 
     def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the processes."""
         return self.total(values) / self.size
 
     def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the processes."""
+        if self.alone:
+            return values
         values = values.clone()
         dist.all_reduce(values)
         if values.is_cuda:
@@ -253,6 +221,9 @@ class Processes(World):
             time.sleep(1e-4)
 
     def stopping(self, received: list[int]) -> list[int]:
+        """Return the list of signals that stops the loop, for the signals that this process receives."""
+        if self.alone:
+            return received
         # Python runs no signal handler during a collective; this byte is written at once
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -267,6 +238,9 @@ class Processes(World):
             self.end(128 + signum, self._gone("it did not stop with this one"))
 
     def agree(self, received: Sequence[int], stop: list[int]) -> None:
+        """Add to `stop` a signal that any process has received; all processes call this after the same step."""
+        if self.alone:
+            return
         heard = torch.tensor(max(received, default=0))
         dist.all_reduce(heard, dist.ReduceOp.MAX)
         if heard:
@@ -279,6 +253,9 @@ class Processes(World):
         return f"a process of this run has ended ({why}); {self.path} has the last checkpoint: {on}"
 
     def leave(self, code: int) -> int:
+        """Wait for all processes; return the exit code, or end with it where there are several processes."""
+        if self.alone:
+            return code
         # on the CPU, where no device has work to wait for
         dist.all_reduce(torch.zeros(()))
         dist.destroy_process_group()
@@ -310,23 +287,6 @@ class Processes(World):
         os._exit(code)
 
 
-class Onlooker(Run):
-    """The directory of a run for a process that does not write to it."""
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        yield
-
-    def write(self, name: str, content: bytes | str) -> None:
-        """Leave the file to the first process."""
-
-    def append(self, rows: Sequence[metrics.Row]) -> None:
-        """Leave the rows to the first process."""
-
-    def rewind(self, saved: Checkpoint | None) -> None:
-        """Leave the metrics to the first process."""
-
-
 def _outline(saved: Checkpoint) -> dict[str, Any]:
     tensors = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in saved.tensors.items()}
     return {"step": saved.step, "seconds": saved.seconds, "tensors": tensors}
@@ -343,10 +303,10 @@ def _from_outline(path: Path, config: Config, outline: dict[str, Any]) -> Checkp
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """Join the processes that torchrun started; without it, or with one, there is this process alone."""
-    if not (dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1):
-        yield World()
+    world = World()
+    if world.alone:
+        yield world
         return
-    world = Processes()
     with open(os.devnull, "w") as nothing:
         try:
             with contextlib.nullcontext() if world.first else contextlib.redirect_stdout(nothing):

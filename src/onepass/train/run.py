@@ -47,10 +47,10 @@ def newest() -> Path:
 
 
 class Run:
-    """The directory of one run and its metrics, which only `rewind` shortens."""
+    """The directory of one run and its metrics, which only `rewind` shortens; without `writes` another process's."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self.mark = metrics.Mark()  # where the metrics end
         self._digest = hashlib.sha256()  # of the metrics before `mark`
         self._lock: os.stat_result | None = None  # the lock file, while held
@@ -143,6 +143,8 @@ class Run:
 
     def append(self, rows: Sequence[metrics.Row]) -> None:
         """Append rows to the metrics and sync them to disk."""
+        if not self.writes:
+            return
         lines = b"".join(map(metrics.line, rows))
         self.refuse_replaced()
         files.extend(self / METRICS, lines, self.mark.length)
@@ -151,6 +153,8 @@ class Run:
 
     def rewind(self, saved: Checkpoint | None) -> None:
         """Check the metrics up to the checkpoint and cut off what follows; without a checkpoint, cut all."""
+        if not self.writes:
+            return
         where = self / METRICS
         if saved is None and where.exists() and where.stat().st_size:
             # the first checkpoint is written before the first row

@@ -34,30 +34,24 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write the page."""
-    from onepass.train import checkpoint, sources
+    from onepass.train import html, sources
+    from onepass.train.checkpoint import of_run
     from onepass.train.commands import files
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
+    from onepass.train.trace import trace
 
-    where = checkpoint.of_run(args.directory)
+    saved, model = of_run(args.directory)
     if args.file.is_dir():
         raise UserError(f"{args.file} is a directory; give one file of text")
     content = sources.read_text(args.file)
-    saved = checkpoint.load(where)
     # metrics are optional: a checkpoint may be passed on without them
     if (args.directory / METRICS).exists():
         Run(args.directory).verify(saved)
     out = args.out or args.directory
     with told(f"use {out}"):
         out.mkdir(parents=True, exist_ok=True)
-
-    from onepass.train import html
-    from onepass.train.model import new
-    from onepass.train.trace import trace
-
-    model = new(saved.config)
-    checkpoint.restore_model(saved, model)
-    traced = trace(model.eval(), saved.config, args.file.name, content, args.bytes)
+    traced = trace(model, saved.config, args.file.name, content, args.bytes)
     source = f"{args.file.name}, by {args.directory.resolve().name} after {saved.step:,} steps"
     page = out / f"{args.file.name}.{PICTURE}.html"
     files.write(page, html.page(traced, source))

@@ -1,1 +1,1 @@
-"""What all commands share: files that survive a kill, options, errors that a user reads, extras."""
+"""What all commands share: files that survive a kill, options and extras, errors that a user reads."""

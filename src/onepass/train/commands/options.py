@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from typing import Any
+
+from onepass.train.commands.errors import UserError
+
+# extra → import names of what it installs beyond torch, as in pyproject.toml
+EXTRAS = {"train": ("matplotlib", "numpy", "safetensors")}
 
 
 def command(
@@ -26,6 +32,13 @@ def command(
     )
     parser.set_defaults(run=run, extra=extra)
     return parser
+
+
+def require(extra: str) -> None:
+    """Raise UserError with the pip command when a package of this extra is missing; import nothing."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"needs {', '.join(missing)}: pip install 'onepass[{extra}]'")
 
 
 def number(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
