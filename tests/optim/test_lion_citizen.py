@@ -251,7 +251,7 @@ def test_defaults_take_the_path_of_the_device(device: str) -> None:
     slow.assert_not_called()
     assert optimizer._work is not None
     assert bool(optimizer._work.fused) == (device == "cuda")
-    assert bool(optimizer._work.foreach_cpu) == (device == "cpu")
+    assert bool(optimizer._work.tiled) == (device == "cpu")
 
 
 @pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"fused": True}], ids=str)

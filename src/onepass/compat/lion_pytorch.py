@@ -1,7 +1,7 @@
 """lion-pytorch's names on top of `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`.
 
-This module has `Lion` and `update_fn`. In place of ``lion_pytorch.foreach.Lion`` use `Lion`, which is one launch on
-CUDA and multi-tensor calls elsewhere. In place of ``lion_pytorch.cautious_lion.Lion`` use `onepass.optim.Lion` with
+This module has `Lion` and `update_fn`. In place of ``lion_pytorch.foreach.Lion`` use `Lion`, which takes all tensors
+at once. In place of ``lion_pytorch.cautious_lion.Lion`` use `onepass.optim.Lion` with
 ``cautious`` (there cautious_factor), ``cautious_weight_decay`` (cautious_wd) and ``decouple_lr``
 (decoupled_weight_decay).
 """
@@ -22,7 +22,7 @@ from onepass.optim.lion import Lion as _Lion
 __all__ = ["Lion", "update_fn"]
 
 _INSTEAD = {
-    "foreach": "Lion, which takes multi-tensor calls itself",
+    "foreach": "Lion, which takes all tensors at once",
     "cautious_lion": "onepass.optim.Lion with cautious, cautious_weight_decay and decouple_lr",
     "triton": "update_fn of this module",
 }

@@ -38,7 +38,7 @@ class Lion(Optimizer):
         betas: β1 for the update, β2 for the momentum, each in [0, 1).
         weight_decay: λ, a number or a tensor; larger than AdamW's by the factor by which lr is smaller.
         maximize: ascend instead of descend.
-        foreach: True uses torch's multi-tensor calls (fp32 and fp64 parameters), False updates tensor by tensor.
+        foreach: given as in torch, True or False, torch's operations update tensor by tensor.
         fused: on CUDA, True requires the Triton kernel and False avoids it; by default every tensor that it takes uses
             it. On a CPU, True compiles the update with torch.compile into one pass over memory: about twice as fast,
             but it needs a C++ compiler and some seconds at the first step. For GradScaler, see below.
@@ -216,12 +216,11 @@ class Lion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():
-            _uncompiled_step(self)
-            return loss
         self._take_step()
         return loss
 
+    # compiled code takes an eager step
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_step(self) -> None:
         """Update the parameters by their current gradients."""
         self._check_capturable()
@@ -240,12 +239,6 @@ class Lion(Optimizer):
             raise RuntimeError(
                 "Attempting CUDA graph capture of step() for an instance of Lion but param_groups' capturable is False."
             )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled_step(optimizer: Lion) -> None:
-    """Take an eager step from compiled code."""
-    optimizer._take_step()
 
 
 def _lr_to_device(group: dict[str, Any]) -> None:

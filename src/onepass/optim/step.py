@@ -14,19 +14,13 @@ from torch.optim import Optimizer
 from onepass.core.launch import uses_triton
 from onepass.ops.lion.definition import Row, split_complex
 from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
-from onepass.ops.lion.torch_path import foreach_, plain_, update_
+from onepass.ops.lion.torch_path import plain_, update_
 from onepass.optim.options import cautious_factor, may_vary, numbers, routing, row_of
 from onepass.optim.sharded import global_mean, is_sharded, shards
 from onepass.optim.state import SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
 
 _grad = attrgetter("grad")
-
-
-def check_dense(g: Tensor) -> None:
-    """Raise an error for a sparse gradient."""
-    if g.layout != torch.strided:
-        raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
 
 
 def _strides(t: Tensor) -> list[tuple[int, int]]:
@@ -76,7 +70,8 @@ class Work:
                 if not part:
                     self.idle.append(p)
                 continue
-            check_dense(g)
+            if g.layout != torch.strided:
+                raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
             state = optimizer.state[p]
             remainders.append(state["remainder"] if prepare_state(state, p, groups[k]) else None)
             check_places(p, g, state)
@@ -111,8 +106,7 @@ class Work:
     def _sort(self, optimizer: Optimizer, live: list[Tensor]) -> None:
         columns = self.columns._replace(grads=live)
         self.fused: list[int] = []
-        self.foreach: dict[object, list[int]] = {}
-        self.foreach_cpu: dict[object, list[int]] = {}
+        self.tiled: dict[object, list[int]] = {}
         self.plain: list[int] = []
         for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             group = optimizer.param_groups[self.groups[j]]
@@ -131,14 +125,9 @@ class Work:
                     f"parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient {g.dtype} of "
                     f"strides {g.stride()}"
                 )
-            simple = cautious_factor(group) is None and s is None
-            simple = simple and not group["differentiable"]
-            one_type = p.dtype == g.dtype == m.dtype and p.dtype in (torch.float32, torch.float64)
-            decay_simple = not group["cautious_weight_decay"]
-            if simple and decay_simple and one_type and (group["foreach"] or (p.is_cuda and group["foreach"] is None)):
-                self.foreach.setdefault((self.groups[j], p.device, p.dtype), []).append(j)
-            elif simple and vectors and p.device.type == "cpu" and group["foreach"] is None:
-                self.foreach_cpu.setdefault((self.groups[j], e is None, p.dtype, g.dtype, m.dtype), []).append(j)
+            simple = vectors and cautious_factor(group) is None and s is None
+            if simple and p.device.type == "cpu" and group["foreach"] is None:
+                self.tiled.setdefault((self.groups[j], e is None, p.dtype, g.dtype, m.dtype), []).append(j)
             else:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params)
@@ -230,40 +219,28 @@ class Work:
     def norm(
         self, optimizer: Optimizer, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None
     ) -> Tensor | None:
-        """Return (sum of squares, norm, clip coefficient), one launch per dtype; None if some take another path."""
-        # the norm of shards is that of all ranks, which plain torch adds up
-        if (
-            not self.all_fused
-            or self.sharded
-            or self.plan is None
-            or len({launch.device for launch in self.plan.launches}) != 1
-        ):
+        """Return (sum of squares, norm, clip coefficient), one launch per dtype, where the kernels take all tensors.
+
+        None for shards and several devices: plain torch adds up the norms of all ranks and devices.
+        """
+        if self.sharded:
             return None
-        self.plan = self._current_plan(optimizer, live)
-        device = self.plan.launches[0].device
+        self.plan = plan = self._current_plan(optimizer, live)
+        if len({launch.device for launch in plan.launches}) != 1:
+            return None
+        device = plan.launches[0].device
         scale = Scalars(grad_scale).to(device)[0]
-        return self.plan.norm(self._rows(optimizer.param_groups), max_norm.to(device), scale)
+        return plan.norm(self._rows(optimizer.param_groups), max_norm.to(device), scale)
 
     def _run_others(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
-        for own in self.foreach.values():
-            params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
-            row = _scaled(row_of(groups[self.groups[own[0]]]), factor)
-            if any(isinstance(x, Tensor) for x in row):
-                self._run_plain(groups, columns, own, factor)
-            else:
-                foreach_(params, gradients, exp_avgs, row)
-        for own in self.foreach_cpu.values():
+        for own in self.tiled.values():
             group = groups[self.groups[own[0]]]
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
             extras = [e for e in (columns.extras[j] for j in own) if e is not None]
             # numbers, also of tensors on another device than these
             row = Row._make(map(float, _scaled(row_of(group), factor)))
             update_(params, gradients, exp_avgs, extras, row, compiled=bool(group["fused"]))
-        self._run_plain(groups, columns, self.plain, factor)
-
-    def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:
-        """Update tensor by tensor, by the reference."""
-        for j in where:
+        for j in self.plain:
             group = groups[self.groups[j]]
             p, g, m = (split_complex(c[j]) for c in columns[:3])
             row = _scaled(row_of(group), factor)

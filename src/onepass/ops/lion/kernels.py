@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.core.launch import INTERPRET, sm_count
 from onepass.core.launch import launch as launch_kernel
-from onepass.ops._shared.kernels_memory import load
+from onepass.ops._shared.kernels_memory import load, store
 
 # a code means (|code| / 127)^4 of the scale; kernels raise code / 256, which is exact, and multiply the scale by LEVELS
 LEVELS = tl.constexpr((256 / 127) ** 4)
@@ -198,31 +198,20 @@ def update_tile(
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
     offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing,
     P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr,
-    CAUTIOUS_DECAY: tl.constexpr, STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    CAUTIOUS_DECAY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update one tile in place.
 
     Every product that is added is an explicit fma, so that all variants of the kernel round alike: bf16 + remainder
     then has the same bits as fp32.
     """
-    # STREAM: gradients are read for the last time, and results are not read again soon
-    first: tl.constexpr = "evict_first" if STREAM else ""
-    through: tl.constexpr = ".cs" if STREAM else ""
     at = offset + tl.arange(0, BLOCK)
     inside = at < n
     m1, m2 = load_momentum(m_ptr, s_ptr, offset, n, at, beta1, beta2, M_TYPE, MASKED, BLOCK, PTX)
-    if MASKED:
-        p = tl.load(p_ptr + at, mask=inside, other=0)
-        g = tl.load(g_ptr + at, mask=inside, other=0)
-        if MODE == 1:
-            e = tl.load(e_ptr + at, mask=inside, other=0)
-    else:
-        p = tl.load(p_ptr + at)
-        g = tl.load(g_ptr + at, eviction_policy=first)
-        if MODE == 1:
-            e = tl.load(e_ptr + at)
+    p = load(p_ptr, at, inside, MASKED)
+    g = load(g_ptr, at, inside, MASKED)
     if MODE == 1:
-        value = join_bits(p, e)
+        value = join_bits(p, load(e_ptr, at, inside, MASKED))
     else:
         value = p.to(tl.float32)
 
@@ -248,16 +237,10 @@ def update_tile(
         new_m = to_codes(new_m, store_scales(new_m, s_ptr, offset, n, MASKED, BLOCK, PTX), PTX)
     else:
         new_m = new_m.to(m_ptr.dtype.element_ty)
-    if MASKED:
-        tl.store(p_ptr + at, new_p, mask=inside)
-        tl.store(m_ptr + at, new_m, mask=inside)
-        if MODE == 1:
-            tl.store(e_ptr + at, new_e, mask=inside)
-    else:
-        tl.store(p_ptr + at, new_p, cache_modifier=through)
-        tl.store(m_ptr + at, new_m, cache_modifier=through)
-        if MODE == 1:
-            tl.store(e_ptr + at, new_e, cache_modifier=through)
+    store(p_ptr, at, new_p, inside, MASKED)
+    store(m_ptr, at, new_m, inside, MASKED)
+    if MODE == 1:
+        store(e_ptr, at, new_e, inside, MASKED)
 
 
 @triton.jit
@@ -304,7 +287,7 @@ def step_kernel(
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, E_TYPE: tl.constexpr,
     MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS: tl.constexpr, CAUTIOUS_DECAY: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_FOUND_INF: tl.constexpr, COUNT: tl.constexpr,
-    STREAM: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk, TILES·BLOCK elements of one tensor, per program.
 
@@ -366,13 +349,13 @@ def step_kernel(
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
                     cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
-                    STREAM, False, BLOCK, PTX,
+                    False, BLOCK, PTX,
                 )  # fmt: skip
             elif offset < n:
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
                     cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
-                    False, True, BLOCK, PTX,
+                    True, BLOCK, PTX,
                 )  # fmt: skip
 
 
@@ -454,22 +437,15 @@ def launch(
     of: Any, table: Tensor, n_groups: int, agreed: Tensor | None, grad_scale: Tensor | None, clip: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update every tensor of a table.
+    """Update every tensor of a table, which `of`, a `table.Launch`, laid out; the last three are `table.Scalars`.
 
-    Args:
-        of: the `table.Launch` that laid it out.
-        table: on the device.
-        n_groups: param groups in the table.
-        agreed: for cautious updates, (tensors,) int64 counters; else None.
-        grad_scale: divides gradients.
-        clip: multiplies gradients.
-        found_inf: non-zero skips the update.
+    agreed: for cautious updates, (tensors,) int64 counters; else None.
     """
     p_type, g_type, m_type = (TYPES[t] for t in of.dtypes)
     e_type = p_type
     if of.remainder:
         p_type = e_type = "i16"
-    block, tiles, num_warps, stream = of.shape
+    block, tiles, num_warps = of.shape
     counts = (False,)
     if agreed is not None:
         agreed.zero_()
@@ -484,8 +460,7 @@ def launch(
             (len(of.sizes), n_groups),
             (
                 p_type, g_type, m_type, e_type, int(of.remainder), of.aligned, agreed is not None, of.cautious_decay,
-                grad_scale is not None, clip is not None, found_inf is not None, count, stream, of.span, block,
-                tiles, PTX,
+                grad_scale is not None, clip is not None, found_inf is not None, count, of.span, block, tiles, PTX,
             ),
             num_warps=num_warps,
         )  # fmt: skip

@@ -33,21 +33,20 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.i
 
 
 class Shape(NamedTuple):
-    """Launch shape: elements per tile, tiles per program, warps, whether to use streaming caches."""
+    """Launch shape: elements per tile, tiles per program, warps."""
 
     block: int
     tiles: int
     num_warps: int
-    stream: bool
 
 
-def shape_of(p_type: object, m_type: object) -> Shape:
-    """Return the launch shape of a parameter type and a momentum type, in the names of the kernel or of torch.
+def shape_of(m_type: torch.dtype) -> Shape:
+    """Return the launch shape of a momentum's dtype.
 
     Timed on an H200: two tiles per program hide the load latency of 16-bit tiles of 1024 (94 → 100 % of copy). With
     int8 momenta, a program is one warp: it holds all elements of a scale, so warps never wait for each other.
     """
-    return Shape(256, 8, 1, False) if m_type in ("i8", torch.int8) else Shape(1024, 2, 4, False)
+    return Shape(256, 8, 1) if m_type == torch.int8 else Shape(1024, 2, 4)
 
 
 class Scalars(NamedTuple):
@@ -110,42 +109,41 @@ class Launch:
 
     Attributes:
         where: places of the tensors in the plan's columns.
+        sizes: of the tensors, in elements.
         dtypes: of parameter, gradient, momentum; real, as a complex number counts as two.
     """
 
     def __init__(
         self,
+        where: list[int],
+        sizes: list[int],
+        groups: list[int],
+        cautious_decay: bool,
         device: torch.device,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         remainder: bool,
         aligned: bool,
         cautious: bool,
-        cautious_decay: bool,
     ) -> None:
         self.device, self.dtypes, self.remainder, self.aligned = device, dtypes, remainder, aligned
         self.cautious, self.cautious_decay = cautious, cautious_decay
-        self.where: list[int] = []
-        self.sizes: list[int] = []
-        self.groups: list[int] = []
-        self.shape = shape_of(dtypes[0], dtypes[2])
+        self.where, self.sizes = where, sizes
+        self.shape = shape_of(dtypes[2])
         self._table: Tensor | None = None
         self._sent = b""  # hyperparameters that the table on the device has
         self._grads = array("q")
         self._fixed = b""  # all other addresses
         self._grads_moved = self._fixed_moved = True
         self._spare: list[Tensor] = []
-
-    def close(self) -> None:
-        """Lay out the chunks, after the last tensor was added."""
         self.chunk = self.shape.block * self.shape.tiles
-        chunks = torch.tensor([cdiv(n, self.chunk) for n in self.sizes], dtype=torch.int64, device="cpu")
+        chunks = torch.tensor([cdiv(n, self.chunk) for n in sizes], dtype=torch.int64, device="cpu")
         ends = chunks.cumsum(0)
         self.n_chunks = int(ends[-1])
         # `find_tensor` counts a span of 32 within one warp; a larger span makes a smaller map
         self.span = 32 if self.n_chunks <= 1 << 21 else 128
         coarse = torch.searchsorted(ends, torch.arange(0, self.n_chunks, self.span, device="cpu"), right=True)
-        words = array("q", self.sizes)
-        words.extend(self.groups)
+        words = array("q", sizes)
+        words.extend(groups)
         words.extend((ends - chunks).tolist())
         words.extend(coarse.tolist())
         self._body = words.tobytes()
@@ -221,13 +219,6 @@ class Launch:
         agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device) if self.cautious else None
         kernels.launch(self, table, len(rows.packed) // (4 * ROW_FLOATS), agreed, *scalars.to(self.device))
 
-    def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
-        """Launch the norm of the gradients; `before` is added to the sum of squares."""
-        from . import kernels
-
-        n_groups = len(rows.packed) // (4 * ROW_FLOATS)
-        kernels.launch_norm(self, self.table(rows.packed), n_groups, before, room, out, max_norm, scale)
-
 
 def _multiples_of_16(words: array[int]) -> bool:
     return not words or not bool((torch.frombuffer(words, dtype=torch.int64) & 15).any())
@@ -253,29 +244,21 @@ class Plan:
         self,
         columns: Columns,
         groups: Sequence[int],
-        cautious: Sequence[bool] | None = None,
-        cautious_decay: bool = False,
+        cautious: Sequence[bool],
+        cautious_decay: bool,
     ) -> None:
         self.fixed = columns._replace(params=list(columns.params), grads=())
-        self.launches: list[Launch] = []
-        launches: dict[tuple[Any, ...], Launch] = {}
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in columns.params]
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
-            size = p.numel() * (2 if p.is_complex() else 1)
-            if not size:
-                continue
             aligned = not (_address(p) | _address(g) | _address(m) | _address(e) | _address(s)) & 15
             dtypes = (REAL.get(p.dtype, p.dtype), REAL.get(g.dtype, g.dtype), REAL.get(m.dtype, m.dtype))
-            careful = cautious is not None and cautious[i]
-            key = (p.device, dtypes, e is not None, aligned, careful)
-            if key not in launches:
-                launches[key] = Launch(*key, cautious_decay)
-            launch = launches[key]
-            launch.where.append(i)
-            launch.sizes.append(size)
-            launch.groups.append(groups[i])
-        self.launches = list(launches.values())
-        for launch in self.launches:
-            launch.close()
+            if sizes[i]:
+                alike.setdefault((p.device, dtypes, e is not None, aligned, cautious[i]), []).append(i)
+        self.launches = [
+            Launch(where, [sizes[i] for i in where], [groups[i] for i in where], cautious_decay, *key)
+            for key, where in alike.items()
+        ]
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
         # code that assigns `state.data` (to the CPU and back) moves all states, so a check of up to 31 finds it;
@@ -335,18 +318,19 @@ class Plan:
 
     def norm(self, rows: Rows, max_norm: Tensor, grad_scale: Tensor | None) -> Tensor:
         """Return (sum of squares, norm, clip coefficient) of the gradients of one device; call `refresh` before."""
-        from .kernels import norm_programs
+        from . import kernels
 
-        device = self.launches[0].device
+        device, n_groups = self.launches[0].device, len(rows.packed) // (4 * ROW_FLOATS)
         # rows of 4 keep each result at 16 bytes, the alignment that kernels are compiled for
         out = torch.empty(len(self.launches), 3, 4, dtype=torch.float32, device=device)
         room = (
-            torch.empty(norm_programs(out), dtype=torch.float32, device=device),
+            torch.empty(kernels.norm_programs(out), dtype=torch.float32, device=device),
             torch.zeros((), dtype=torch.int32, device=device),
         )
         before: Tensor | None = None
         for i, launch in enumerate(self.launches):
             # each launch adds to the sum of the one before
-            launch.norm(rows, before, room, out[i], max_norm, grad_scale)
+            table = launch.table(rows.packed)
+            kernels.launch_norm(launch, table, n_groups, before, room, out[i], max_norm, grad_scale)
             before = out[i, 0, 0]
         return out[-1, :, 0]

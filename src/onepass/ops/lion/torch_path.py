@@ -176,21 +176,3 @@ def update_(
                 column.append(v[whole:])
     if short[0]:
         _together_(short, in_tiles, grain)
-
-
-def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
-    """Update fp32 or fp64 tensors of one dtype in place with torch's multi-tensor calls, on any device."""
-    big = 127 if params[0].dtype == torch.float32 else 1023
-    clip = 2.0 ** (-22 if params[0].dtype == torch.float32 else -51)
-    u = torch._foreach_mul(exp_avgs, row.beta1)
-    torch._foreach_add_(u, grads, alpha=row.rest1 * row.factor)
-    torch._foreach_mul_(exp_avgs, row.beta2)
-    torch._foreach_add_(exp_avgs, grads, alpha=row.rest2 * row.factor)
-    # sign(u) as a clamp, which keeps nan, as in `_advance_`
-    torch._foreach_mul_(u, 2.0**big)
-    torch._foreach_clamp_max_(u, clip)
-    torch._foreach_clamp_min_(u, -clip)
-    torch._foreach_mul_(u, 1 / clip)
-    if row.weight_decay:
-        torch._foreach_add_(u, params, alpha=row.weight_decay)
-    torch._foreach_add_(params, u, alpha=-row.lr)
