@@ -24,8 +24,8 @@ def shrink(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
 
 
 def expected(
-    s: Tensor, k: int, largest: bool = True, best_first: bool = True, start: Tensor | None = None,
-    lengths: Tensor | None = None, mask: Tensor | None = None,
+    s: Tensor, k: int, largest: bool = True, sorted: bool = True, start: Tensor | None = None,
+    lengths: Tensor | None = None, mask: Tensor | None = None, ties: str = "first",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Values and indices by a stable sort in float64, which has NaN first; -1 and an infinity where nothing is left."""
     n, columns = s.shape[-1], torch.arange(s.shape[-1], device=s.device)
@@ -33,14 +33,24 @@ def expected(
     count = torch.full_like(first, n) if lengths is None else lengths.clamp(min=0)
     inside = (columns >= first[..., None]) & (columns < (first + count)[..., None])
     wide = (s if largest else -s).double().masked_fill(~(inside if mask is None else inside & mask), -math.inf)
-    # every NaN alike, whatever its sign
-    sorted_, indices = wide.masked_fill(wide.isnan(), math.nan).sort(dim=-1, descending=True, stable=True)
+    # every NaN alike, whatever its sign; the last of equals is the first of a row that is turned round
+    wide = wide.masked_fill(wide.isnan(), math.nan)
+    sorted_, indices = (wide.flip(-1) if ties == "last" else wide).sort(dim=-1, descending=True, stable=True)
+    indices = n - 1 - indices if ties == "last" else indices
     indices = indices.masked_fill(sorted_ == -math.inf, n)[..., :k]
-    indices = indices if best_first else indices.sort(-1).values
+    indices = indices if sorted else indices.sort(-1).values
     indices = torch.nn.functional.pad(indices, (0, k - indices.shape[-1]), value=n)
     missing = -math.inf if largest else math.inf
     values = torch.nn.functional.pad(s, (0, 1), value=missing).gather(-1, indices)
     return values, indices.masked_fill(indices == n, -1)
+
+
+def of_any_bits(s: Tensor) -> Tensor:
+    """NaN of both signs and several payloads in the place of every NaN."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[s.element_size()]
+    payload = torch.randint(1, 60, s.shape, device=s.device).to(bits)
+    sign = torch.where(torch.rand(s.shape, device=s.device) < 0.5, torch.iinfo(bits).min, 0).to(bits)
+    return torch.where(s.isnan(), (torch.full_like(s, math.inf).view(bits) + payload | sign).view(s.dtype), s)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
