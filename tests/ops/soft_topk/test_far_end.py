@@ -13,7 +13,6 @@ from conftest import INTERPRET
 from onepass.ops.soft_topk.definition import gate
 from onepass.ops.soft_topk.op import KINDS
 
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 SCORES = ("normal", "linspace", "ties", "plateau", "bimodal", "shifted", "low")
 # the largest gap to a gate of float64 for the same scores, k and eps, both as float32 holds them
 LARGEST = 1e-4
@@ -54,7 +53,16 @@ def solved(s: Tensor, k: float, eps: float, kind: str) -> Tensor:
     return gate((s - (lo + hi) / 2) / eps, kind)[0]
 
 
-def check_all(n: int, kind: str, device: str = "cpu") -> None:
+@pytest.mark.parametrize(
+    ("device", "n", "kind"),
+    # one row of a program's under Triton's interpreter, where each kind takes ten seconds: two of them in every run
+    [pytest.param("cpu", 16384, k, marks=[pytest.mark.slow] * (INTERPRET and k in ("sigmoid", "laplace")))
+     for k in KINDS]
+    # a row of a program's, of a team's, and one that no team can hold
+    + [pytest.param("cuda", n, kind, marks=pytest.mark.gpu)
+       for n in (1024, 8192, 32768, 100000, 200000, 3 << 20) for kind in KINDS],
+)  # fmt: skip
+def test_gates(device: str, n: int, kind: str) -> None:
     k = torch.tensor([n / 2 + 0.25, 0.9 * n, n - 5, n - 1, n - 0.5])
     for eps in (1e-3, 1.0) if INTERPRET else (1e-3, 0.03, 1.0):
         given = torch.tensor(eps)
@@ -64,16 +72,6 @@ def check_all(n: int, kind: str, device: str = "cpu") -> None:
             for row, of_k in zip(y, k.double().tolist(), strict=True):
                 error = (row.double() - solved(s, of_k, given.double().item(), kind)).abs().max().item()
                 assert error <= LARGEST, f"{name}, n = {n}, k = {of_k}, eps = {eps}: {error:.1e}"
-
-
-@pytest.mark.parametrize(
-    "kind",
-    # interpreted, each kind takes ten seconds: two of them in every run
-    [pytest.param(k, marks=pytest.mark.slow) if INTERPRET and k in ("sigmoid", "laplace") else k for k in KINDS],
-)
-def test_gates(kind: str) -> None:
-    """One row of a program's under Triton's interpreter, the torch path elsewhere."""
-    check_all(16384, kind)
 
 
 def between(n: int, kind: str) -> tuple[Tensor, float, float]:
@@ -92,10 +90,14 @@ def between(n: int, kind: str) -> tuple[Tensor, float, float]:
     return torch.cat((high, low, torch.ones(n - 10))), n - 5.0, 0.03
 
 
+@pytest.mark.parametrize(
+    ("device", "n"),
+    [("cpu", 16384), *(pytest.param("cuda", n, marks=pytest.mark.gpu) for n in (16384, 100000, 3 << 20))],
+)
 @pytest.mark.parametrize("kind", ["capped_exp", "clamp"])
-def test_many_equal_scores_at_the_edge_of_saturation(kind: str) -> None:
-    s, k, eps = between(16384, kind)
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+def test_many_equal_scores_at_the_edge_of_saturation(kind: str, device: str, n: int) -> None:
+    s, k, eps = between(n, kind)
+    y = onepass.soft_topk(s.to(device), k, eps=eps, kind=kind).cpu()
     assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST
 
 
@@ -149,20 +151,3 @@ def test_gradients(kind: str) -> None:
     expected = torch.autograd.grad(onepass.soft_topk(wide[0], wide[1], eps=wide[2], kind=kind), wide, gy.double())
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).abs().max() <= LARGEST * max(1.0, e.abs().max().item())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [1024, 8192, 32768, 100000, 200000, 3 << 20])
-@ALL_KINDS
-def test_gates_on_a_gpu(n: int, kind: str) -> None:
-    """Every way of the kernels: a row of a program's, of a team's, and one that no team can hold."""
-    check_all(n, kind, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [16384, 100000, 3 << 20])
-@pytest.mark.parametrize("kind", ["capped_exp", "clamp"])
-def test_edge_of_saturation_on_a_gpu(n: int, kind: str) -> None:
-    s, k, eps = between(n, kind)
-    y = onepass.soft_topk(s.cuda(), k, eps=eps, kind=kind).cpu()
-    assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST

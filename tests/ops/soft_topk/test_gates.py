@@ -42,27 +42,6 @@ def test_float32_threshold_nearer_to_the_number_above_every_score(kind: str, dev
         torch.testing.assert_close(total, torch.full_like(total, k), rtol=2e-6, atol=0)
 
 
-@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
-@ALL_KINDS
-def test_the_gates_of_others_agree(kind: str) -> None:
-    """Three thousand steps of coordinate descent, a sort, Sinkhorn iterations, bisection; entmax with its gradient."""
-    from benchmarks.cases.soft_topk import lapsum, sinkhorn
-
-    s, k = torch.randn(3, 60, dtype=torch.float64, requires_grad=True), 7.5
-    theirs = {
-        "capped_exp": lambda: onepass.coor_descent(s, n_iters=3000, k=k, eps=1.0),
-        "sigmoid": lambda: sinkhorn(s, k, 1.0, 500),
-        "laplace": lambda: lapsum(s, k, 1.0),
-        "clamp": lambda: pytest.importorskip("entmax").budget_bisect(s, budget=k, n_iter=100),
-    }[kind]()
-    ours = onepass.soft_topk(s, k, eps=1.0, kind=kind)
-    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
-    if kind == "clamp":
-        gy = torch.randn(3, 60, dtype=torch.float64)
-        grads = [torch.autograd.grad(y, s, gy)[0] for y in (ours, theirs)]
-        torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_k_and_eps_in_their_own_dtype_and_shape(dtype: torch.dtype) -> None:
     s = torch.randn(2, 3, 20)
@@ -127,13 +106,16 @@ def test_a_million_columns() -> None:
     assert (ds.double().sum(-1).abs() <= 1e-5 * ds.abs().sum(-1)).all()
 
 
-def test_saved_for_backward() -> None:
-    """The scores, which exist anyway, and two numbers per row."""
+@pytest.mark.parametrize(("call", "numbers"), [
+    (lambda s: onepass.soft_topk(s, 10), 2), (lambda s: onepass.coor_descent(s, n_iters=50, k=10), 100),
+])  # fmt: skip
+def test_saved_for_backward(call: Callable[[Tensor], Tensor], numbers: int) -> None:
+    """The scores, which exist anyway, and so many numbers per row: of coor_descent two a step."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         s = torch.randn(4, 1000, requires_grad=True)
-        onepass.soft_topk(s, 10)
-    assert sum(t.numel() for t in saved if t.data_ptr() != s.data_ptr()) == 4 * 2
+        call(s)
+    assert sum(t.numel() for t in saved if t.data_ptr() != s.data_ptr()) == 4 * numbers
 
 
 @pytest.mark.interpret
@@ -196,20 +178,27 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.interpret
-@ALL_KINDS
+@pytest.mark.parametrize("kind", [*KINDS, "coor_descent"])
 def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward. The interpreter has no teams."""
+    """Forward and backward together: they keep different traces. The interpreter has no teams."""
+    from onepass.ops.coor_descent import kernels as descents
+    from onepass.ops.coor_descent import op as descent
     from onepass.ops.soft_topk import kernels, op
 
+    schedule = {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
+
     def run() -> tuple[Tensor, ...]:
-        y = onepass.soft_topk(s, k, eps=0.3, kind=kind)
+        descends = kind == "coor_descent"
+        y = onepass.coor_descent(s, k=k, **schedule) if descends else onepass.soft_topk(s, k, eps=0.3, kind=kind)
         return y, *torch.autograd.grad(y, (s, k), gy)
 
     s, gy = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
     k = torch.tensor([2.5, 100.3], requires_grad=True)
     monkeypatch.setattr(kernels, "LONGEST", (256,) * 4)
+    monkeypatch.setattr(descents, "FORWARD_MAX_COLS", 256)
     actual = run()
-    monkeypatch.setattr(op, "uses_triton", lambda x: False)
+    for module in (op, descent):
+        monkeypatch.setattr(module, "uses_triton", lambda x: False)
     assert all(map(torch.equal, actual, run()))
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import onepass
 from onepass.ops.soft_topk.op import KINDS
+from ops.soft_topk.distributions import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -22,19 +24,30 @@ DESCENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("masked", [False, True])
 @ALL_KINDS
-def test_soft_topk_at_every_launch_shape(n: int, kind: str) -> None:
-    s = torch.randn(3, n, device="cuda", requires_grad=True)
+def test_soft_topk_at_every_launch_shape(n: int, masked: bool, kind: str) -> None:
+    """Against float64; twenty calls have the same bits."""
+    s = torch.cat([draw(name, 1, n) for name in ("normal", "ties", "bimodal")]).float().cuda().requires_grad_()
     k = torch.tensor(0.3 * n + 0.123, device="cuda", requires_grad=True)
     eps = torch.tensor([0.5, 0.7, 1.1], device="cuda", requires_grad=True)
+    mask = torch.rand(3, n, generator=torch.Generator().manual_seed(n)) > 0.3 if masked else None
     wide = [t.detach().cpu().double().requires_grad_() for t in (s, k, eps)]
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-    expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], kind=kind)
-    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], mask=mask, kind=kind)
     gy = torch.randn(3, n, dtype=torch.float64)
-    actual = torch.autograd.grad(y, (s, k, eps), gy.float().cuda())
-    for a, e in zip(actual, torch.autograd.grad(expected, wide, gy), strict=True):
+    exact = [expected, *torch.autograd.grad(expected, wide, gy)]
+    mask, upstream = mask if mask is None else mask.cuda(), gy.float().cuda()
+
+    def run() -> list[Tensor]:
+        y = onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind)
+        return [y, *torch.autograd.grad(y, (s, k, eps), upstream)]
+
+    first = run()
+    torch.testing.assert_close(first[0].cpu().double(), exact[0], rtol=1e-5, atol=1e-5)
+    for a, e in zip(first[1:], exact[1:], strict=True):
         assert (a.cpu().double() - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())
+    for _ in range(20):
+        assert all(map(torch.equal, first, run()))
 
 
 @pytest.mark.parametrize("n", WIDTHS)

@@ -1,4 +1,4 @@
-"""What must hold for soft_topk whatever the scores: by hypothesis in float64 on the CPU, with fixed seeds on a GPU."""
+"""What must hold for soft_topk whatever the scores: by hypothesis in float64 on a CPU; special scores everywhere."""
 
 from __future__ import annotations
 
@@ -51,29 +51,23 @@ problems = st.builds(
 )  # fmt: skip
 
 
-def on_gpu(cols: int, name: str, kind: str, masked: bool) -> Problem:
-    p = problem(cols, 3, cols, name, 0.11, 0.25, masked, kind)
-    mask = None if p.mask is None else p.mask.cuda()
-    return Problem(p.scores.float().cuda(), p.k.float().cuda(), p.eps, mask, kind)
-
-
-def check_sum(p: Problem, rtol: float) -> None:
+def check_sum(p: Problem) -> None:
     y, valid = p.gates(), p.valid()
     assert not y[~valid].any()
     assert ((y >= 0) & (y <= 1)).all()
     expected = torch.minimum(p.k, valid.sum(-1)).double()
-    torch.testing.assert_close(y.double().sum(-1), expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(y.double().sum(-1), expected, rtol=1e-9, atol=0)
 
 
-def check_shift_scale_permutation(p: Problem, atol: float) -> None:
+def check_shift_scale_permutation(p: Problem) -> None:
     y = p.gates()
     for shift in (-1000.0, 3.0, 4096.0):
-        torch.testing.assert_close(p.gates(p.scores + shift), y, rtol=0, atol=atol)
+        torch.testing.assert_close(p.gates(p.scores + shift), y, rtol=0, atol=1e-8)
     for scale in (0.25, 8.0):
-        torch.testing.assert_close(p.gates(p.scores * scale, eps=p.eps * scale), y, rtol=0, atol=atol)
+        torch.testing.assert_close(p.gates(p.scores * scale, eps=p.eps * scale), y, rtol=0, atol=1e-8)
     order = torch.randperm(y.shape[-1], generator=torch.Generator().manual_seed(1)).to(y.device)
     moved = Problem(p.scores[:, order], p.k, p.eps, None if p.mask is None else p.mask[:, order], p.kind)
-    torch.testing.assert_close(moved.gates(), y[:, order], rtol=0, atol=atol)
+    torch.testing.assert_close(moved.gates(), y[:, order], rtol=0, atol=1e-8)
 
 
 def slopes(y: Tensor, kind: str) -> Tensor:
@@ -87,22 +81,22 @@ def slopes(y: Tensor, kind: str) -> Tensor:
     return ((y > 0) & (y < 1)).double()
 
 
-def check_gradients(p: Problem, tolerance: float) -> None:
+def check_gradients(p: Problem) -> None:
     """Σds = 0, dk = q, and ds = w·(gy - q)/eps with the w that the gates themselves tell."""
     s, k = p.scores.clone().requires_grad_(), p.k.clone().requires_grad_()
     y = p.gates(s, k)
     gy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y)
     ds, dk = (g.double() for g in torch.autograd.grad(y, (s, k), gy))
-    assert (ds.sum(-1).abs() <= tolerance * (1 + ds.abs().sum(-1))).all()
+    assert (ds.sum(-1).abs() <= 1e-6 * (1 + ds.abs().sum(-1))).all()
     w = slopes(y.detach().double(), p.kind)
     w[p.k >= p.valid().sum(-1)] = 0
     # gates that underflow tell nothing about a quotient of two of them
     total = w.sum(-1)
     plain = (total > 1e-3) | (total == 0)
     q = (gy.double() * w).sum(-1) / total.clamp(min=1e-3)
-    torch.testing.assert_close(dk[plain], q[plain], rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(dk[plain], q[plain], rtol=1e-6, atol=1e-5)
     expected = w * (gy.double() - q[:, None]) / p.eps
-    torch.testing.assert_close(ds[plain], expected[plain], rtol=tolerance, atol=10 * tolerance / p.eps)
+    torch.testing.assert_close(ds[plain], expected[plain], rtol=1e-6, atol=1e-5 / p.eps)
 
 
 def check_threshold(p: Problem) -> None:
@@ -112,23 +106,22 @@ def check_threshold(p: Problem) -> None:
     for scores, gates, k in zip(hidden, y, p.k, strict=True):
         chosen = int(min(k.item(), (gates >= 0).sum().item()))
         ordered = gates[scores.argsort(descending=True, stable=True)]
-        # a GPU's exp2 is not quite monotone, and a CPU's vectorised one differs from its scalar one by a bit
-        assert (ordered.diff() <= (1e-6 if y.is_cuda else 4e-16)).all()
+        # a vectorised exp2 differs from the scalar one by a bit
+        assert (ordered.diff() <= 4e-16).all()
         full = gates == 1
         if full.any() and not full.all():
             assert scores[full].min() >= scores[~full].max()
         if chosen:
             index = scores.topk(chosen).indices
             torch.testing.assert_close(
-                gates[index].sort().values, gates.topk(chosen).values.flip(0), rtol=0, atol=1e-6 if y.is_cuda else 4e-16
+                gates[index].sort().values, gates.topk(chosen).values.flip(0), rtol=0, atol=4e-16
             )
 
 
-# in float64 on a CPU, in fp32 on a GPU
 CHECKS: dict[str, Callable[[Problem], None]] = {
-    "sum": lambda p: check_sum(p, 1e-6 if p.scores.is_cuda else 1e-9),
-    "shift, scale, permutation": lambda p: check_shift_scale_permutation(p, 1e-5 if p.scores.is_cuda else 1e-8),
-    "gradients": lambda p: check_gradients(p, 1e-4 if p.scores.is_cuda else 1e-6),
+    "sum": check_sum,
+    "shift, scale, permutation": check_shift_scale_permutation,
+    "gradients": check_gradients,
     "threshold": check_threshold,
 }
 
@@ -170,16 +163,6 @@ GPU_WIDTHS = (60, 1000, 8192, 32768, 100003)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", GPU_WIDTHS)
-@pytest.mark.parametrize("name", ["bimodal", "ties"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("what", CHECKS)
-def test_on_gpu(cols: int, name: str, kind: str, masked: bool, what: str) -> None:
-    CHECKS[what](on_gpu(cols, name, kind, masked))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cols", GPU_WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_rows_on_gpu(cols: int, kind: str) -> None:
     """NaN poisons its row alone and ends; +inf is saturated or shares k; -inf is never chosen."""
@@ -208,23 +191,6 @@ def test_special_rows_on_gpu(cols: int, kind: str) -> None:
     assert not y[5, 4:].any()
     assert not y[6].any()
     assert ds[[0, 3, 4, 5, 6]].isfinite().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cols", GPU_WIDTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twenty_repetitions_on_gpu(cols: int, kind: str) -> None:
-    p = on_gpu(cols, "normal", kind, True)
-    s, k = p.scores.clone().requires_grad_(), p.k.clone().requires_grad_()
-    gy = torch.randn_like(s)
-
-    def once() -> tuple[Tensor, ...]:
-        y = p.gates(s, k)
-        return (y, *torch.autograd.grad(y, (s, k), gy), *onepass.topk(p.scores, 50, mask=p.mask, kind=kind))
-
-    first = once()
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
