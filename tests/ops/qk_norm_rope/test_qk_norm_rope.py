@@ -43,30 +43,6 @@ def test_views_of_a_packed_projection_are_not_copied(device: str) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_heads_wider_than_the_kernels(dtype: torch.dtype, device: str) -> None:
-    """They are right, and a head's bits do not depend on how many there are."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 6, 3000, generator=generator).to(device, dtype)
-    w = torch.rand(3000, generator=generator).to(device, dtype)
-    cos, sin = angles(3, 1000, device)
-    q, k = x[..., 1:5, :], x[..., 5:, :]
-    out = onepass.qk_norm_rope(q, k, w, cos=cos, sin=sin, offset=1.0)
-    exact = onepass.qk_norm_rope(
-        q.double().cpu(), k.double().cpu(), w.double().cpu(), cos=cos.double().cpu(), sin=sin.double().cpu(), offset=1.0
-    )  # fmt: skip
-    for a, e in zip(out, exact, strict=True):
-        assert a.dtype == dtype
-        assert a.is_contiguous()
-        # fp32: a sum of 3000 squares in any order, then five roundings
-        bound = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 20 * torch.finfo(dtype).eps
-        torch.testing.assert_close(a.cpu().double(), e, rtol=bound, atol=bound)
-    for i in range(4):
-        alone, _ = onepass.qk_norm_rope(q[..., i : i + 1, :], k, w, cos=cos, sin=sin, offset=1.0)
-        assert torch.equal(alone, out[0][..., i : i + 1, :])
-
-
 @pytest.mark.peer
 @pytest.mark.skipif(INTERPRET, reason="the torch path and transformers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -1,6 +1,8 @@
-"""The definition of qk_norm_rope: the tests' oracle; what runs on a CPU, in float64 and for the widest heads."""
+"""The definition of qk_norm_rope: the tests' oracle, and what runs on a CPU and in float64."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +11,13 @@ from onepass.core.eager import recording
 from onepass.ops.norm.definition import normalised
 
 
-def rotated(n: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
-    """Return n (..., T, heads, D) with the pairs of its first 2·cos.shape[-1] columns rotated; NaN beyond the table."""
+def _one(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float, offset: float,
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """Return x (..., T, heads, D), heads normed, pairs of their first columns rotated; NaN beyond the table."""
+    n = normalised(x.to(torch.promote_types(x.dtype, torch.float32)).contiguous(), eps, has_mean=False)
+    n = n if weight is None else n * (weight.to(n.dtype) + offset)
     half = cos.shape[-1]
     at = torch.arange(n.shape[-3], device=n.device) if positions is None else positions
     inside = (at >= 0) & (at < len(cos))
@@ -22,42 +29,30 @@ def rotated(n: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inter
     else:
         a, b = n[..., :half], n[..., half : 2 * half]
         turned = [a * c - b * s, b * c + a * s]
-    return torch.cat((*turned, n[..., 2 * half :]), -1)
+    return torch.cat((*turned, n[..., 2 * half :]), -1).to(x.dtype)
 
 
-def one(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float, offset: float,
-    interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """Return x (..., T, heads, D), each head normed by its root mean square and rotated."""
-    n = normalised(x.to(torch.promote_types(x.dtype, torch.float32)).contiguous(), eps, has_mean=False)
-    n = n if weight is None else n * (weight.to(n.dtype) + offset)
-    return rotated(n, cos, sin, positions, interleaved).to(x.dtype)
-
-
-def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, *, cos: Tensor, sin: Tensor,
-    positions: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False,
+def forward(
+    q: Tensor, k: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, cos: Any = None,
+    sin: Any = None, positions: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k, normed and rotated."""
     rest = cos, sin, positions, eps, offset, interleaved
-    return one(q, q_weight, *rest), one(k, k_weight, *rest)
+    return _one(q, q_weight, *rest), _one(k, k_weight, *rest)
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float,
-    offset: float, interleaved: bool, need_x: bool, need_w: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx and dw in the dtypes of x and weight, by autograd; None for those not needed."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    of_x, of_w = x.to(wide).detach(), None if weight is None else weight.to(wide).detach()
-    leaves = [t for t, need in ((of_x, need_x), (of_w, need_w)) if need and t is not None]
-    if not leaves:
-        return None, None
-    with recording():
-        for t in leaves:
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and both weights by autograd, in their dtypes; None for those not needed."""
+    *others, needs = rest
+    inputs: list[Any] = [t if t is None else t.detach() for t in (q, k, q_weight, k_weight)]
+    for t, need in zip(inputs, needs, strict=True):
+        if need:
             t.requires_grad_()
-        y = one(of_x, of_w, cos, sin, positions, eps, offset, interleaved)
-        found = iter(torch.autograd.grad(y, leaves, dy.to(wide)))
-    dx = next(found).to(x.dtype) if need_x else None
-    return dx, next(found).to(weight.dtype) if need_w and weight is not None else None
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    with recording():
+        results = zip(forward(*inputs, *others), (dq, dk), strict=True)
+        known = [(y, dy) for y, dy in results if y.requires_grad]
+        found = iter(torch.autograd.grad([y for y, _ in known], wanted, [dy for _, dy in known]) if wanted else ())
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)

@@ -61,20 +61,17 @@ def _tile(ptr, offsets, rows_ok, cols, N: tl.constexpr, MASK_COLS: tl.constexpr)
 
 
 @triton.jit
-def _load_parts(
-    ptr, offsets, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+def _load_parts(ptr, offsets, rows_ok, h):
     """Load rows as (first, second numbers of the pairs, what is not rotated)."""
-    if INTERLEAVED:
-        pairs = _tile(ptr, offsets, rows_ok, tl.arange(0, 2 * HALF), ROTARY, 2 * HALF > ROTARY)
-        a, b = tl.split(tl.reshape(pairs, (offsets.shape[0], HALF, 2)))
+    if h.interleaved:
+        pairs = _tile(ptr, offsets, rows_ok, tl.arange(0, 2 * h.half), h.rotary, 2 * h.half > h.rotary)
+        a, b = tl.split(tl.reshape(pairs, (offsets.shape[0], h.half, 2)))
     else:
-        a = _tile(ptr, offsets, rows_ok, tl.arange(0, HALF), ROTARY // 2, 2 * HALF > ROTARY)
-        b = _tile(ptr + ROTARY // 2, offsets, rows_ok, tl.arange(0, HALF), ROTARY // 2, 2 * HALF > ROTARY)
+        a = _tile(ptr, offsets, rows_ok, tl.arange(0, h.half), h.rotary // 2, 2 * h.half > h.rotary)
+        b = _tile(ptr + h.rotary // 2, offsets, rows_ok, tl.arange(0, h.half), h.rotary // 2, 2 * h.half > h.rotary)
     c = a
-    if REST > 0:
-        c = _tile(ptr + ROTARY, offsets, rows_ok, tl.arange(0, REST), D - ROTARY, REST > D - ROTARY)
+    if h.rest > 0:
+        c = _tile(ptr + h.rotary, offsets, rows_ok, tl.arange(0, h.rest), h.d - h.rotary, h.rest > h.d - h.rotary)
     return a, b, c
 
 
@@ -85,33 +82,27 @@ def _store(ptr, offsets, x, rows_ok, cols, N: tl.constexpr):
 
 
 @triton.jit
-def _store_parts(
-    ptr, offsets, a, b, c, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    if INTERLEAVED:
-        pairs = tl.reshape(tl.join(a, b), (offsets.shape[0], 2 * HALF))
-        _store(ptr, offsets, pairs, rows_ok, tl.arange(0, 2 * HALF), ROTARY)
+def _store_parts(ptr, offsets, a, b, c, rows_ok, h):
+    if h.interleaved:
+        pairs = tl.reshape(tl.join(a, b), (offsets.shape[0], 2 * h.half))
+        _store(ptr, offsets, pairs, rows_ok, tl.arange(0, 2 * h.half), h.rotary)
     else:
-        _store(ptr, offsets, a, rows_ok, tl.arange(0, HALF), ROTARY // 2)
-        _store(ptr + ROTARY // 2, offsets, b, rows_ok, tl.arange(0, HALF), ROTARY // 2)
-    if REST > 0:
-        _store(ptr + ROTARY, offsets, c, rows_ok, tl.arange(0, REST), D - ROTARY)
+        _store(ptr, offsets, a, rows_ok, tl.arange(0, h.half), h.rotary // 2)
+        _store(ptr + h.rotary // 2, offsets, b, rows_ok, tl.arange(0, h.half), h.rotary // 2)
+    if h.rest > 0:
+        _store(ptr + h.rotary, offsets, c, rows_ok, tl.arange(0, h.rest), h.d - h.rotary)
 
 
 @triton.jit
-def _load_weight(
-    ptr, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Load (D,) as equal rows, in the layout of x: a 1-D load would need layout conversions."""
-    return _load_parts(ptr, tl.where(rows_ok, 0, 0), rows_ok, D, ROTARY, HALF, REST, INTERLEAVED)
+def _load_weight(ptr, rows_ok, h):
+    """Load (d,) as equal rows, in the layout of x: a 1-D load would need layout conversions."""
+    return _load_parts(ptr, tl.where(rows_ok, 0, 0), rows_ok, h)
 
 
 @triton.jit
 def _angles(
-    cos_ptr, sin_ptr, positions_ptr, rows, rows_ok, heads, tokens, n_positions, cos_stride, sin_stride,
-    positions_batch_stride, positions_stride, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    rows, rows_ok, heads, tokens, h, cos_ptr, sin_ptr, positions_ptr, n_positions, cos_stride, sin_stride,
+    positions_batch_stride, positions_stride,
 ):  # fmt: skip
     """Return cos and sin of the rows' positions; NaN outside of the table."""
     token = rows // heads
@@ -121,9 +112,9 @@ def _angles(
         position = tl.load(positions_ptr + at, mask=rows_ok, other=0).to(tl.int64)
     inside = (position >= 0) & (position < n_positions)
     position = tl.where(inside, position, 0)
-    cols = tl.arange(0, HALF)
-    cos = _tile(cos_ptr, position * cos_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
-    sin = _tile(sin_ptr, position * sin_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
+    cols = tl.arange(0, h.half)
+    cos = _tile(cos_ptr, position * cos_stride * h.table_vec, rows_ok, cols, h.rotary // 2, 2 * h.half > h.rotary)
+    sin = _tile(sin_ptr, position * sin_stride * h.table_vec, rows_ok, cols, h.rotary // 2, 2 * h.half > h.rotary)
     return tl.where(inside[:, None], cos, float("nan")), tl.where(inside[:, None], sin, float("nan"))
 
 
@@ -143,42 +134,32 @@ def _squares(a, b):
 
 
 @triton.jit
-def _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC: tl.constexpr):
-    """Return where rows of (batch, tokens, heads, D) begin; strides are in units of VEC elements."""
+def _offsets(rows, heads, tokens, strides, VEC: tl.constexpr):
+    """Return where rows of (batch, tokens, heads, d) begin; strides are in units of VEC elements."""
     # division in 32 bits takes a third of the instructions
     token = rows // heads
     batch, head = (token // tokens).to(tl.int64), (rows % heads).to(tl.int64)
-    return (batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + head * head_stride) * VEC
+    return (batch * strides[0] + (token % tokens).to(tl.int64) * strides[1] + head * strides[2]) * VEC
 
 
 @triton.jit
-def _forward_rows(
-    x_ptr, w_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr, tile, n_rows, heads, tokens, batch_stride, token_stride,
-    head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset,
-    D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+def _forward_rows(x_ptr, w_ptr, y_ptr, tile, n_rows, heads, tokens, strides, angles, eps, offset, h):
+    rows = tile * h.rows + tl.arange(0, h.rows)
     ok = rows < n_rows
-    at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
-    a, b, c = _load_parts(x_ptr, at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
-    cos, sin = _angles(
-        cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
-        positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
-    )  # fmt: skip
+    a, b, c = _load_parts(x_ptr, _offsets(rows, heads, tokens, strides, h.vec), ok, h)
+    cos, sin = _angles(rows, ok, heads, tokens, h, *angles)
     square = tl.sum(_squares(a, b), 1)
-    if REST > 0:
+    if h.rest > 0:
         square += tl.sum(c * c, 1)
-    rstd = tl.rsqrt(square / D + eps)[:, None]
+    rstd = tl.rsqrt(square / h.d + eps)[:, None]
     a, b, c = a * rstd, b * rstd, c * rstd
     if w_ptr is not None:
-        wa, wb, wc = _load_weight(w_ptr, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+        wa, wb, wc = _load_weight(w_ptr, ok, h)
         a, b = a * (wa + offset), b * (wb + offset)
-        if REST > 0:
+        if h.rest > 0:
             c = c * (wc + offset)
     a, b = _rotate(a, b, cos, sin)
-    _store_parts(y_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+    _store_parts(y_ptr, rows.to(tl.int64) * h.d, a, b, c, ok, h)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -221,71 +202,67 @@ def rope_forward_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """Norm and rotate one tile of rows, of q in the first programs and of k in the others."""
+    angles = (
+        cos_ptr, sin_ptr, positions_ptr, n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride
+    )  # fmt: skip
     program = tl.program_id(0)
     if program < q_tiles:
         _forward_rows(
-            q_ptr, qw_ptr, q_out_ptr, cos_ptr, sin_ptr, positions_ptr, program, q_rows, q_heads, tokens, q_batch_stride,
-            q_token_stride, q_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
-            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+            q_ptr, qw_ptr, q_out_ptr, program, q_rows, q_heads, tokens, (q_batch_stride, q_token_stride, q_head_stride),
+            angles, eps, offset, Heads(D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R),
         )  # fmt: skip
     else:
         _forward_rows(
-            k_ptr, kw_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, program - q_tiles, k_rows, k_heads, tokens,
-            k_batch_stride, k_token_stride, k_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
-            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+            k_ptr, kw_ptr, k_out_ptr, program - q_tiles, k_rows, k_heads, tokens,
+            (k_batch_stride, k_token_stride, k_head_stride), angles, eps, offset,
+            Heads(D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R),
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_rows(
-    dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, positions_ptr, n_rows, heads, tokens, dy_batch_stride,
-    dy_token_stride, dy_head_stride, batch_stride, token_stride, head_stride, n_positions, cos_stride, sin_stride,
-    positions_batch_stride, positions_stride, eps, offset, D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr,
-    ROTARY: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, n_rows, heads, tokens, dy_strides, strides, angles, eps, offset, h,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     if w_ptr is not None:
-        wa, wb, wc = _load_weight(w_ptr, tl.arange(0, BLOCK_R) >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
-    dwa = tl.zeros((BLOCK_R, HALF), tl.float32)
-    dwb = tl.zeros((BLOCK_R, HALF), tl.float32)
-    dwc = tl.zeros((BLOCK_R, REST if REST > 0 else HALF), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        wa, wb, wc = _load_weight(w_ptr, tl.arange(0, h.rows) >= 0, h)
+    dwa = tl.zeros((h.rows, h.half), tl.float32)
+    dwb = tl.zeros((h.rows, h.half), tl.float32)
+    dwc = tl.zeros((h.rows, h.rest if h.rest > 0 else h.half), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, h.rows), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * h.rows + tl.arange(0, h.rows)
         ok = rows < n_rows
-        at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
-        dy_at = _offsets(rows, heads, tokens, dy_batch_stride, dy_token_stride, dy_head_stride, VEC)
-        a, b, c = _load_parts(x_ptr, at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
-        da, db, gc = _load_parts(dy_ptr, dy_at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
-        cos, sin = _angles(
-            cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
-            positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
-        )  # fmt: skip
+        x_offsets = _offsets(rows, heads, tokens, strides, h.vec)
+        dy_offsets = _offsets(rows, heads, tokens, dy_strides, h.vec)
+        a, b, c = _load_parts(x_ptr, x_offsets, ok, h)
+        da, db, gc = _load_parts(dy_ptr, dy_offsets, ok, h)
+        cos, sin = _angles(rows, ok, heads, tokens, h, *angles)
         ga, gb = _rotate(da, db, cos, -sin)
         square = tl.sum(_squares(a, b), 1)
-        if REST > 0:
+        if h.rest > 0:
             square += tl.sum(c * c, 1)
-        rstd = tl.rsqrt(square / D + eps)[:, None]
+        rstd = tl.rsqrt(square / h.d + eps)[:, None]
         a, b, c = a * rstd, b * rstd, c * rstd
         if dw_ptr is not None:
             dwa += ga * a
             dwb += gb * b
-            if REST > 0:
+            if h.rest > 0:
                 dwc += gc * c
         if dx_ptr is not None:
             if w_ptr is not None:
                 ga, gb = ga * (wa + offset), gb * (wb + offset)
-                if REST > 0:
+                if h.rest > 0:
                     gc = gc * (wc + offset)
             along = tl.sum(ga * a + gb * b, 1)
-            if REST > 0:
+            if h.rest > 0:
                 along += tl.sum(gc * c, 1)
-            along = (along / D)[:, None]
+            along = (along / h.d)[:, None]
             a, b, c = (ga - a * along) * rstd, (gb - b * along) * rstd, (gc - c * along) * rstd
-            _store_parts(dx_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+            _store_parts(dx_ptr, rows.to(tl.int64) * h.d, a, b, c, ok, h)
     if dw_ptr is not None:
-        zero = tl.zeros((1,), tl.int64) + tl.program_id(0).to(tl.int64) * D
+        zero = tl.zeros((1,), tl.int64) + tl.program_id(0).to(tl.int64) * h.d
         sums = tl.sum(dwa, 0)[None, :], tl.sum(dwb, 0)[None, :], tl.sum(dwc, 0)[None, :]
-        _store_parts(dw_ptr, zero, sums[0], sums[1], sums[2], zero >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
+        _store_parts(dw_ptr, zero, sums[0], sums[1], sums[2], zero >= 0, h)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -341,19 +318,20 @@ def rope_backward_kernel(
 
     1/rms is computed again from the row, which is in registers, so forward keeps nothing but q and k.
     """
+    angles = (
+        cos_ptr, sin_ptr, positions_ptr, n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride
+    )  # fmt: skip
     if dq_ptr is not None or dqw_ptr is not None:
         _backward_rows(
-            dq_out_ptr, q_ptr, qw_ptr, dq_ptr, dqw_ptr, cos_ptr, sin_ptr, positions_ptr, q_rows, q_heads, tokens,
-            dq_batch_stride, dq_token_stride, dq_head_stride, q_batch_stride, q_token_stride, q_head_stride,
-            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
-            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+            dq_out_ptr, q_ptr, qw_ptr, dq_ptr, dqw_ptr, q_rows, q_heads, tokens,
+            (dq_batch_stride, dq_token_stride, dq_head_stride), (q_batch_stride, q_token_stride, q_head_stride), angles,
+            eps, offset, Heads(D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R), STAGES,
         )  # fmt: skip
     if dk_ptr is not None or dkw_ptr is not None:
         _backward_rows(
-            dk_out_ptr, k_ptr, kw_ptr, dk_ptr, dkw_ptr, cos_ptr, sin_ptr, positions_ptr, k_rows, k_heads, tokens,
-            dk_batch_stride, dk_token_stride, dk_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
-            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+            dk_out_ptr, k_ptr, kw_ptr, dk_ptr, dkw_ptr, k_rows, k_heads, tokens,
+            (dk_batch_stride, dk_token_stride, dk_head_stride), (k_batch_stride, k_token_stride, k_head_stride), angles,
+            eps, offset, Heads(D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R), STAGES,
         )  # fmt: skip
 
 
@@ -364,6 +342,10 @@ def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     vec = math.gcd(8, x.shape[-1])
     a, b, c = (s if size > 1 else 0 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True))
     return x, (a // vec, b // vec, c // vec)
+
+
+def _vectors(*weights: Tensor | None) -> list[Tensor | None]:
+    return [w if w is None else w.contiguous() for w in weights]
 
 
 def _tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
@@ -394,7 +376,7 @@ def forward(
     tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
     (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
     launch(
-        rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, new_q, new_k),
+        rope_forward_kernel, (sum(tiles), 1, 1), (q, k, *_vectors(q_weight, k_weight), *tables, new_q, new_k),
         (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads,
         num_warps=WARPS,
     )  # fmt: skip
@@ -425,7 +407,7 @@ def backward(
         q_partials, k_partials = partials[0] if needs[2] else None, partials[-1] if needs[3] else None
     launch(
         rope_backward_kernel, (programs, 1, 1),
-        (*(t for t, _ in rows), q_weight, k_weight, *tables, dq_in, dk_in, q_partials, k_partials),
+        (*(t for t, _ in rows), *_vectors(q_weight, k_weight), *tables, dq_in, dk_in, q_partials, k_partials),
         (*sizes, *strides, *places, float(eps), float(offset)), (*heads, BACKWARD_STAGES),
         num_warps=WARPS,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from onepass.core.eager import visible
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
-from onepass.ops.norm.op import rms_norm
 
 from . import definition
 
@@ -27,8 +28,9 @@ def ways(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, posit
     return [((d, d), (d, d, *whole, REPLICATE if d == heads else beside(positions, heads, d))) for d in dims]
 
 
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
 OP = "qk_norm_rope"
-# widest head of the kernels; wider ones are normed by the kernels of `rms_norm` and rotated by torch operations
+# widest head of the kernels
 MAX_HEAD = 1024
 
 
@@ -44,6 +46,8 @@ def _check(
     if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{OP}: k must have the shape of q {tuple(q.shape)} but for its heads; got {tuple(k.shape)}")
     d, tokens = q.shape[-1], q.shape[-3]
+    if d > MAX_HEAD:
+        raise ValueError(f"{OP}: heads may have {MAX_HEAD} columns, got {d}; norm them by rms_norm, then rotate them")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check.floating(OP, name, weight)
@@ -79,26 +83,13 @@ def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
     positions: Tensor | None, eps: float, offset: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not q.numel() or not k.numel():
-        return _empty(q, k)
-    rest = cos, sin, positions, eps, offset, interleaved
-    if uses_triton(q, k, q_weight, k_weight, cos, sin):
-        if q.shape[-1] <= MAX_HEAD:
-            from . import kernels
-
-            return kernels.forward(q, k, _vector(q_weight), _vector(k_weight), *rest)
-        # torch's mean of a row would depend on how many rows there are
-        normed = (
-            rms_norm(x, weight, eps=eps, offset=offset, out_dtype=torch.float32)
-            for x, weight in ((q, q_weight), (k, k_weight))
-        )
-        new_q, new_k = (definition.rotated(n, cos, sin, positions, interleaved) for n in normed)
-        return new_q.to(q.dtype), new_k.to(k.dtype)
-    return definition.one(q.detach(), q_weight, *rest), definition.one(k.detach(), k_weight, *rest)
+    way = _way(q, k, q_weight, k_weight, cos, sin)
+    return way.forward(q, k, q_weight, k_weight, cos, sin, positions, eps, offset, interleaved)  # type: ignore[no-any-return]
 
 
-def _vector(v: Tensor | None) -> Tensor | None:
-    return v if v is None else v.contiguous()
+def _way(q: Tensor, k: Tensor, *others: Tensor | None) -> Any:
+    """Return what computes: kernels, or the definition where they don't run or there is nothing to do."""
+    return _kernels() if uses_triton(q, k, *others) and (q.numel() or k.numel()) else definition
 
 
 def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,17 +103,9 @@ def _backward(
     need_q_weight: bool, need_k_weight: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k and both weights; None for those that are not needed."""
-    needs, rest = (need_q, need_k, need_q_weight, need_k_weight), (cos, sin, positions, eps, offset, interleaved)
-    if not q.numel() or not k.numel():
-        tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
-        return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
-    if q.shape[-1] <= MAX_HEAD and uses_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
-        from . import kernels
-
-        return kernels.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)
-    dq_in, dq_weight = definition.backward(dq, q, q_weight, *rest, need_q, need_q_weight)
-    dk_in, dk_weight = definition.backward(dk, k, k_weight, *rest, need_k, need_k_weight)
-    return dq_in, dk_in, dq_weight, dk_weight
+    needs, options = (need_q, need_k, need_q_weight, need_k_weight), (eps, offset, interleaved)
+    way = _way(q, k, q_weight, k_weight, cos, sin, dq, dk)
+    return way.backward(dq, dk, q, k, q_weight, k_weight, cos, sin, positions, *options, needs)  # type: ignore[no-any-return]
 
 
 _call, forward_op, backward_op = operator(
@@ -155,7 +138,7 @@ def qk_norm_rope(
     ``interleaved`` column 2i with 2i + 1. All is computed in fp32 (fp64 for fp64) and rounded once.
 
     Args:
-        q: ``(..., T, heads, D)``, fp32, fp16, bf16 or fp64. Any strides: views of a packed projection are not copied.
+        q: ``(..., T, heads, D)``, D ≤ 1024, fp32, fp16, bf16 or fp64, any strides: packed projections are not copied.
         k: ``(..., T, key heads, D)``, likewise.
         q_weight: ``(D,)`` or None, of any of these dtypes.
         k_weight: likewise.

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import definition
-from .op import qk_norm_rope
+from .op import MAX_HEAD, qk_norm_rope
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -33,6 +33,7 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield sample("many heads", (2, 9), (6, 3), 80, 80)
     yield sample("two columns, one token, no weights", (1,), (1, 1), 2, 2, bare=True)
     yield sample("no tokens", (2, 0), (2, 1), 4, 4)
+    yield sample("no heads of keys", (2, 3), (2, 0), 4, 4)
 
 
 def _bad_calls() -> Iterator[BadCall]:
@@ -53,6 +54,8 @@ def _bad_calls() -> Iterator[BadCall]:
     yield BadCall("positions", call(positions=torch.arange(2)), ValueError, r"\(3,\) or \(2, 3\); got \(2,\)")
     yield BadCall("outside", call(positions=torch.arange(3) + 3), ValueError, "from 0 to 4; got 3 to 5")
     yield BadCall("negative", call(positions=torch.arange(3) - 1), ValueError, "from 0 to 4; got -1 to 1")
+    wide = torch.ones(1, 1, 1, 1025)
+    yield BadCall("wide heads", call(q=wide, k=wide), ValueError, "1024 columns, got 1025; norm them by rms_norm, then")
     yield BadCall("eps", call(eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
     yield BadCall("device", call(q_weight=w.to("meta")), ValueError, "q_weight is on meta but q is on cpu")
 
@@ -62,7 +65,7 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
     def rotated(x: Tensor) -> Any:
         # a row is a head; one column has no pair
-        if n == 1:
+        if not 1 < n <= MAX_HEAD:
             return x.square()
         at = torch.zeros(len(x), dtype=torch.long, device=x.device)
         heads = x[:, None]
@@ -76,7 +79,7 @@ SPECS = [
     Spec(
         name="qk_norm_rope",
         op=qk_norm_rope,
-        reference=definition.qk_norm_rope,
+        reference=definition.forward,
         samples=_samples,
         bad_calls=tuple(_bad_calls()),
         of_rows=_of_rows,
