@@ -55,20 +55,6 @@ def rotate(
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
-def attention_reference(
-    qkv: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    mask: Tensor | None = None,
-    base: float = 10_000.0,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the result of `rotary_attention` by its definition."""
-    q, k, v = qkv.unbind(2)
-    return reference(rotate(q, base=base), rotate(k, base=base), v, first, last, mask=mask, scale=scale)
-
-
 QUERIES = KEYS = 128
 
 

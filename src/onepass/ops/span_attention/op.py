@@ -77,12 +77,6 @@ _call_rotary, *_ = operator(
 )
 
 
-def _check_rotary(name: str, x: Tensor, base: float) -> None:
-    if x.shape[-1] % 2:
-        raise ValueError(f"{name}: the width of a head must be even, got {x.shape[-1]}")
-    arguments.number(name, "base", base, arguments.LARGEST)
-
-
 def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) -> Tensor:
     r"""Rotate pairs of channels by an angle proportional to the token's position.
 
@@ -120,7 +114,9 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     check.floating("rotary", "x", x)
     if x.dim() != 4:
         raise ValueError(f"rotary: x must be (batch, n, heads, width), got {tuple(x.shape)}")
-    _check_rotary("rotary", x, base)
+    if x.shape[-1] % 2:
+        raise ValueError(f"rotary: the width of a head must be even, got {x.shape[-1]}")
+    arguments.number("rotary", "base", base, arguments.LARGEST)
     if positions is not None:
         positions = _places("rotary", "positions", positions, _INTS[1:], "x", x)
     return _call_rotary(x, positions, float(base))  # type: ignore[no-any-return]
@@ -133,96 +129,7 @@ def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:, :, : 2 * heads], flat[:, :, 2 * heads :]
 
 
-def packed_forward(
-    qkv: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, base: float, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, denominators, rotated queries and keys: `rotary_attention` without checks and autograd."""
-    qkv = qkv.contiguous()
-    qk, v = split(qkv)
-    turned = _rotary(qk, None, base)
-    q, k = turned.chunk(2, dim=2)
-    out, lse = forward(q, k, v, first, last, mask, scale)
-    return out, lse, turned
-
-
-def packed_backward(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
-    mask: Tensor | None, base: float, scale: float,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of qkv as one tensor."""
-    _, v = split(qkv.contiguous())
-    q, k = turned.chunk(2, dim=2)
-    grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    dqk, dv = split(grad)
-    dq, dk = dqk.chunk(2, dim=2)
-    backward(dout, q, k, v, out, lse, first, last, mask, scale, (dq, dk, dv))
-    apply_rotary(dqk, None, base, True, dqk)
-    return grad
-
-
-def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n, _, heads, width = qkv.shape
-    return *_fake(qkv[:, :, 0]), qkv.new_empty((batch, n, 2 * heads, width))
-
-
-def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
-    """Shard along the batch."""
-    return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
-
-
-_call_packed, *_ = operator(
-    "rotary_attention", packed_forward, packed_backward, ("out", "lse", "turned"), fake=_fake_packed,
-    ways=_packed_ways, of=("qkv",),
-)  # fmt: skip
-
-
-def rotary_attention(
-    qkv: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    mask: Tensor | None = None,
-    base: float = BASE,
-    scale: float | None = None,
-) -> Tensor:
-    """`span_attention` of ``rotary(q)``, ``rotary(k)`` and v, from one packed projection.
-
-    The packed form saves three copies: queries and keys are rotated in one pass, and the gradient of the projection is
-    written as one tensor instead of being concatenated from three.
-
-    Args:
-        qkv: ``(batch, n, 3, heads, width)``: q, k and v from one linear layer, width even.
-        first: the first key of each query's run, see `span_attention`.
-        last: one past its last key.
-        mask: ``(batch, n)`` bool, True at tokens that may be seen. A masked token still has a query, which must be
-            finite; see the README.
-        base: see `rotary`; positions are 0 … n−1.
-        scale: of the scores; default 1/√width.
-
-    Returns:
-        ``(batch, n, heads, width)``, contiguous.
-
-    Raises:
-        TypeError: as `span_attention`.
-        ValueError: qkv is not packed as above, its width is odd, base is not > 0, or as `span_attention`.
-        NotImplementedError: for second and forward-mode derivatives.
-
-    Example:
-        >>> import torch
-        >>> from onepass.ops.span_attention.op import rotary_attention
-        >>> i = torch.arange(10)
-        >>> rotary_attention(torch.randn(2, 10, 3, 4, 8), i - 3, i + 1).shape
-        torch.Size([2, 10, 4, 8])
-    """
-    check.floating("rotary_attention", "qkv", qkv)
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), got {tuple(qkv.shape)}")
-    _check_rotary("rotary_attention", qkv, base)
-    first, last, scale = _checked("rotary_attention", "qkv", qkv, qkv, first, last, mask, scale)
-    return _call_packed(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         check.floating("span_attention", name, t)
         if t.dim() != 4:
@@ -237,22 +144,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{(batch, heads, width)}; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
 
-
-def _checked(
-    op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, float]:
-    """Check these beside q (batch, n) and k (batch, m); return first, last as (batch or 1, n) int32, and the scale."""
-    first = _beside(q, _places(op, "first", first, _INTS, of, q).to(torch.int32))
-    last = _beside(q, _places(op, "last", last, _INTS, of, q).to(torch.int32))
     if mask is not None:
-        arguments.boolean(op, mask, "may be seen")
+        arguments.boolean("span_attention", mask, "may be seen")
         if mask.shape != k.shape[:2]:
-            raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
-        check.same_device(op, "mask", mask, of, q)
-    if scale is None:
-        return first, last, 1 / math.sqrt(max(q.shape[-1], 1))
-    arguments.number(op, "scale", scale, arguments.LARGEST)
-    return first, last, float(scale)
+            raise ValueError(
+                f"span_attention: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}"
+            )
+        check.same_device("span_attention", "mask", mask, "q", q)
 
 
 def _beside(q: Any, t: Any) -> Tensor:
@@ -394,6 +292,34 @@ def span_attention(
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
-    _check(q, k, v)
-    first, last, scale = _checked("span_attention", "q", q, k, first, last, mask, scale)
-    return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
+    _check(q, k, v, mask)
+    runs = (
+        _beside(q, _places("span_attention", name, t, _INTS, "q", q).to(torch.int32))
+        for name, t in (("first", first), ("last", last))
+    )
+    if scale is not None:
+        arguments.number("span_attention", "scale", scale, arguments.LARGEST)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    return _call(q, k, v, *runs, mask, scale)  # type: ignore[no-any-return]
+
+
+def rotary_attention(qkv: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Return `span_attention` of ``rotary(q)``, ``rotary(k)`` and v; queries and keys are rotated in one pass.
+
+    Args:
+        qkv: ``(batch, n, 3, heads, width)``: q, k and v from one linear layer, width even.
+        first: the first key of each query's run, see `span_attention`.
+        last: one past its last key.
+        mask: ``(batch, n)`` bool, True at tokens that may be seen. A masked token still has a query, which must be
+            finite; see the README.
+
+    Example:
+        >>> import torch
+        >>> from onepass.ops.span_attention.op import rotary_attention
+        >>> i = torch.arange(10)
+        >>> rotary_attention(torch.randn(2, 10, 3, 4, 8), i - 3, i + 1).shape
+        torch.Size([2, 10, 4, 8])
+    """
+    qk, v = torch.split(qkv, [2, 1], 2)  # type: ignore[no-untyped-call]
+    q, k = rotary(qk.flatten(2, 3)).chunk(2, dim=2)
+    return span_attention(q, k, v.squeeze(2), first, last, mask=mask)
