@@ -167,7 +167,6 @@ def test_fault_8_the_default_router_gets_a_gradient_from_the_first_step(gate: st
 
 
 WIDE = torch.float64
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 @pytest.mark.parametrize("make", [Router, lambda dim: CausalRouter(dim, block=4, memory=8)])
@@ -200,7 +199,7 @@ def test_memories_of_cross_attention() -> None:
     layer = RoutedCrossAttention(DIM, 0.5, 0.25, heads=2, dim_head=8).double()
     x, context = tokens(2, 20, DIM, dtype=WIDE), tokens(2, 50, DIM, seed=2, dtype=WIDE)
     y = layer(x, context, first(20, 20, 7), first(50, 50, 22))
-    torch.testing.assert_close(y[1:, :7], layer(x[1:, :7], context[1:, :22]), **TIGHT)
+    torch.testing.assert_close(y[1:, :7], layer(x[1:, :7], context[1:, :22]), rtol=1e-10, atol=1e-10)
 
 
 @given(share=st.floats(1e-6, 1.0), n=st.integers(0, 5000))

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.ops.routing.op import add_rows, scatter_backward
+from onepass.ops.routing.op import add_rows
 from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
-from .branch import weight_gradient
+from .branch import begin_backward, steps, to, weight_gradient
 from .choice import Choice, choose, choose_backward, choose_keys, choose_keys_backward
 from .node import fused
-from .norms import Chosen, norm_chosen, score_tokens, through_norms
+from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
 from .runs import Runs, neighbours, runs_of, whole
 
 
@@ -90,9 +90,13 @@ class Saved:
 
 
 def _runs(
-    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str
-) -> tuple[Runs, Runs]:
-    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries."""
+    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str,
+    like: Tensor | None = None,
+) -> tuple[Runs, Runs]:  # fmt: skip
+    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries.
+
+    With `like`, a tensor of heads, they have the edges that backward needs.
+    """
     n = tokens.shape[1]
     if is_fake(tokens):
         # attention without memory reads none, and a symbolic size has no hash
@@ -106,14 +110,8 @@ def _runs(
         sizes = at_q.shape[1], at_kv.shape[1]
         return light, runs_of(whole, sizes, sizes[1], queries)._replace(mask=there)
     first, last = seen.unbind()
-    return light, Runs(there, first, last, None, None)
-
-
-def _with_edges(runs: Runs, like: Tensor, keys: int) -> Runs:
-    if runs.begin is not None:
-        return runs
-    begin, end = span.edges(like, runs.first, runs.last, keys) or (None, None)
-    return runs._replace(begin=begin, end=end)
+    edges = None if like is None else span.edges(like, first, last, at_kv.shape[1])
+    return light, Runs(there, first, last, *(edges or (None, None)))
 
 
 def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
@@ -148,30 +146,6 @@ def _before_products(
     )  # fmt: skip
 
 
-def _attend_light(
-    qkv: Tensor, batch: int, plan: Plan, mask: Tensor | None, first: Tensor, last: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys of qkv (batch·n, 3·inner) in place; return the attention's rows and denominators."""
-    qk, v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
-    apply_rotary(qk, None, BASE, False, qk)
-    q, k = qk.chunk(2, dim=2)
-    light, lse = _attention(q, k, v, first, last, mask, 1 / math.sqrt(plan.width))
-    return light.view(qkv.shape[0], plan.light_heads * plan.width), lse
-
-
-def _attend_heavy(
-    q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, mask: Tensor | None,
-    first: Tensor, last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    query = _heads(plan, q, at_q.shape[0], 1, plan.heavy_heads).select(2, 0)
-    k, v = _heads(plan, kv, at_q.shape[0], 2, plan.heavy_heads).unbind(2)
-    apply_rotary(query, at_q, BASE, False, query)
-    apply_rotary(k, at_kv, BASE, False, k)
-    gated = branch.gate(v, gates_kv)
-    heavy, lse = _attention(query, k, gated, first, last, mask, 1 / math.sqrt(plan.width))
-    return gated, heavy.view(q.shape), lse
-
-
 @replayed
 def _attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
@@ -183,40 +157,20 @@ def _attend(
     qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
     decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
-    light = _attend_light(qkv, at_q.shape[0], plan, light_mask, light_first, light_last)
-    heavy = _attend_heavy(q, kv, gates_kv, at_q, at_kv, plan, heavy_mask, heavy_first, heavy_last)
-    return *light, *heavy
+    batch, scale = at_q.shape[0], 1 / math.sqrt(plan.width)
+    qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
+    apply_rotary(qk, None, BASE, False, qk)
+    light, light_lse = _attention(*qk.chunk(2, dim=2), light_v, light_first, light_last, light_mask, scale)
+    query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
+    apply_rotary(query, at_q, BASE, False, query)
+    apply_rotary(k, at_kv, BASE, False, k)
+    gated = steps(v).gate(v, gates_kv)
+    heavy, heavy_lse = _attention(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
+    return light.view(qkv.shape[0], plan.light_heads * plan.width), light_lse, gated, heavy.view(q.shape), heavy_lse
 
 
 _add_chosen = replayed(add_rows)
-
-
-@replayed
-def _before_backward_products(
-    dy: Tensor, update: Tensor, gates: Tensor, at_q: Tensor, null: Tensor, mask: Tensor | None, plan: Plan,
-    need_gates: bool, need_null: bool, need_explore: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dy in the branches' dtype, gradients of the heavy output and the queries' gates, explore_grad, and sums.
-
-    These are of both outputs; dy is None where it had that dtype.
-    """
-    d, copy, partials = dy.shape[-1], None, None
-    if need_null:
-        partials = branch.new_partials(dy, dy.numel() // d, 2 * d)
-        assert partials is not None
-        rows = branch.column_sums(dy.view(-1, d), partials, 0, plan.dtype)
-        dy, copy = (dy, None) if dy.dtype == plan.dtype else (rows.view(dy.shape), rows)
-    d_update, d_gates = scatter_backward(dy, update.view(*at_q.shape, d), gates, at_q, True, need_gates, null)
-    assert d_update is not None
-    d_update = d_update.view(-1, d)
-    explore_grad = sums = None
-    if need_explore:
-        scale = -plan.explore_weight * plan.explore_stride
-        explore_grad = branch.explore_gradient(dy, mask, plan.explore_stride, scale)
-    if partials is not None:
-        branch.column_sums(d_update, partials, d)
-        sums = branch.total(partials)
-    return copy, d_update, d_gates, explore_grad, sums
 
 
 @replayed
@@ -258,7 +212,7 @@ def _attend_backward(
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)
     apply_rotary(dk, at_kv, BASE, True, dk)
-    return d_qkv, dq, dkv, branch.gate_backward(dv, v, gates_kv)
+    return d_qkv, dq, dkv, steps(v).gate_backward(dv, v, gates_kv)
 
 
 @replayed
@@ -329,19 +283,21 @@ def backward_products(
     need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
     need_v, dim, precision = need_vector_q or need_vector_kv, dy.shape[-1], torch.get_float32_matmul_precision()
     need_gates = need_x or need_v
-    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan, precision)
+    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan, precision, saved.gated)
     grads: list[Tensor | None] = [None] * 6
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:
         if need_weights[which]:
             grads[1 + which] = weight_gradient(dy, x, dtypes[1 + which])
 
-    # one pass over dy rounds it and sums its rows
-    dy = (dy if need_null else dy.to(plan.dtype)).contiguous()
-    rounded, du, d_gates_q, explore_grad, sums = _before_backward_products(
-        dy, saved.update, gates_q, at_q, saved.null, mask, plan, need_gates, need_null,
+    dy = (dy if need_null else to(dy, plan.dtype)).contiguous()
+    # ν takes its gradient from both outputs
+    widths, offsets = ((0, dim, 0, dim), (0, 0, dim, dim)) if need_null else ((0,) * 4, (0,) * 4)
+    rounded, sums, du, d_gates_q, explore_grad = begin_backward(
+        dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, offsets, True, need_gates,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
+    assert du is not None
     dy = (dy if rounded is None else rounded).view(-1, dim)
     del rounded, saved.update
     gradient(1, dy, saved.light)
@@ -351,8 +307,6 @@ def backward_products(
         grads[0] = (of_dy - of_du).to(dtypes[0])
     d_light, d_heavy = torch.mm(dy, saved.light_out_w), torch.mm(du, saved.heavy_out_w)
     del dy, du
-    light_runs = _with_edges(light_runs, saved.gated, saved.qkv.shape[0] // at_q.shape[0])
-    heavy_runs = _with_edges(heavy_runs, saved.gated, at_kv.shape[1])
     d_qkv, dq, dkv, d_gates_kv = _attend_backward(
         d_light, saved.qkv, saved.light, saved.light_lse, d_heavy, saved.q, saved.kv, saved.gated, saved.heavy,
         saved.heavy_lse, gates_kv, at_q, at_kv, plan, precision, *light_runs, *heavy_runs,
@@ -392,17 +346,8 @@ def backward_tokens(
         state_kv, within, stats_q, stats_kv, plan, d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, d_explore,
         None if residual is None else residual.contiguous(), need_x, need_v or needed[0], *needed[1:],
     )  # fmt: skip
-    d_vectors, d_norms = [None, None], [None] * 3
-    if sums is not None:
-        d, norms = x.shape[-1], (light_norm, norm_q, norm_kv)
-        totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
-        for i in (2, 1):
-            if needed[i]:
-                d_norms[i] = totals.pop().to(norms[i].dtype)
-        if needed[0]:
-            d_norms[0] = totals[0].to(norms[0].dtype)
-        if need_v:
-            d_vectors = [t.view(1, d).to(vectors.dtype) for t in totals[1:3]]
+    norms = light_norm, norm_q, norm_kv
+    d_vectors, d_norms = split_sums(sums, vectors, need_v, norms, needed)
     return dx, *d_vectors, *d_norms
 
 
@@ -419,8 +364,9 @@ routed_attention, forward_op = fused(
 )
 
 
-def with_keys(plan: Plan, *tensors: Any) -> tuple[Public, Tensor, Tensor]:
-    """Return the same without gradients, and the chosen rotated keys and gated values (batch, k, heads, width)."""
+def with_keys(plan: Plan, *tensors: Any) -> tuple[Public, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the same without gradients; rotated keys and values (batch, n, heads, width), light, then heavy ones."""
     public, saved = forward(plan, *tensors)
-    values = saved.gated
-    return public, saved.kv.view(*values.shape[:2], 2, *values.shape[2:])[:, :, 0], values
+    batch = len(public.y)
+    _, k, v = _heads(plan, saved.qkv, batch, 3, plan.light_heads).unbind(2)
+    return public, (k, v), (_heads(plan, saved.kv, batch, 2, plan.heavy_heads).select(2, 0), saved.gated)

@@ -1,11 +1,12 @@
-"""The steps between the matrix products of routed layers, by kernels or by torch, without autograd.
+"""The steps between the matrix products of routed layers, without autograd: those of several kernels, and in torch.
 
-Sums over rows (gradients of biases and of a norm's weight) stay partials in one buffer, so that one sum adds up those
-of a whole backward pass.
+Torch's have the names and arguments of the launchers in `kernels`: `steps` chooses. Sums over rows (gradients of biases
+and of a norm's weight) stay partials in one buffer, so that one sum adds up those of a whole backward pass.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from onepass.core.launch import replayed, uses_triton
 from onepass.ops.routing.definition import widest
-from onepass.ops.routing.op import add_rows, as_bytes
+from onepass.ops.routing.op import add_rows, scatter_backward
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -23,6 +24,62 @@ def kernels_for(x: Tensor) -> Any:
     from . import kernels
 
     return kernels
+
+
+def steps(x: Tensor) -> Any:
+    """Return the module whose steps compute for x: `kernels`, or this one."""
+    return kernels_for(x) or sys.modules[__name__]
+
+
+def programs(x: Tensor, rows: int) -> int:
+    """Return how many rows the buffer of partials has."""
+    return 1
+
+
+def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> tuple[Tensor | None]:
+    """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on.
+
+    With a `dtype`, return x rounded to it, and the sums are of that.
+    """
+    copy = None if dtype is None else x.to(dtype)
+    partials[:, offset : offset + x.shape[1]] = (x if copy is None else copy).sum(0, dtype=partials.dtype)
+    return (copy,)
+
+
+def total(partials: Tensor) -> Tensor:
+    """Return the sums (width,) of all rows of a buffer of partials."""
+    return partials.sum(0)
+
+
+def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
+    """Overwrite dh of h = gelu(u), (rows, width), with du; unless partials is None, write sums as `column_sums`."""
+    dh.copy_(torch.ops.aten.gelu_backward(dh, u))
+    if partials is not None:
+        column_sums(dh, partials, offset)
+
+
+def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
+    """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
+    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
+    if mask is None:
+        return (lengths - lengths.mean(-1, keepdim=True)) * scale
+    real = mask[:, ::stride]
+    # keep the content of padding out, even NaN
+    lengths = lengths.where(real, 0)
+    mean = lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return ((lengths - mean) * scale).where(real, 0)
+
+
+def gate(v: Tensor, gates: Tensor) -> Tensor:
+    """Return gates·v for values v (batch, m, heads, width) and gates (batch, m)."""
+    return v * gates.to(v.dtype)[..., None, None]
+
+
+def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Return the gradient of the gates; overwrite dv, the gradient of :func:`gate`, with that of v."""
+    d_gates: Tensor = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
+    dv.mul_(gates.to(dv.dtype)[..., None, None])
+    return d_gates
 
 
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -39,72 +96,8 @@ def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
     """Return a buffer for partials of sums over `rows` rows, `width` columns in all; None for no columns."""
     if not width:
         return None
-    kernels = kernels_for(like)
-    programs = kernels.programs(like, rows) if kernels else 1
-    return torch.empty((programs, width), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-
-
-def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on; return x.
-
-    With a `dtype` x is returned rounded to it, and the sums are of that: one pass over x.
-    """
-    other = None if dtype == x.dtype else dtype
-    if kernels := kernels_for(x):
-        (copy,) = kernels.column_sums(x, partials, offset, other)
-        return x if copy is None else copy
-    x = x if other is None else x.to(other)
-    partials[:, offset : offset + x.shape[1]] = x.sum(0, dtype=partials.dtype)
-    return x
-
-
-def total(partials: Tensor) -> Tensor:
-    """Return the sums (width,) of all rows of a buffer of partials."""
-    kernels = kernels_for(partials)
-    return kernels.total(partials) if kernels else partials.sum(0)
-
-
-def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
-    """Overwrite dh of h = gelu(u), (rows, width), with du; unless partials is None, write sums as `column_sums`."""
-    if kernels := kernels_for(dh):
-        kernels.gelu_backward(dh, u, partials, offset)
-        return
-    dh.copy_(torch.ops.aten.gelu_backward(dh, u))
-    if partials is not None:
-        column_sums(dh, partials, offset)
-
-
-def gains(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
-    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
-    if mask is None:
-        return (lengths - lengths.mean(-1, keepdim=True)) * scale
-    real = mask[:, ::stride]
-    # keep the content of padding out, even NaN
-    lengths = lengths.where(real, 0)
-    mean = lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
-    return ((lengths - mean) * scale).where(real, 0)
-
-
-def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Return `gains`, by kernels where possible."""
-    kernels = kernels_for(dy)
-    return kernels.explore_gradient(dy, as_bytes(mask), stride, scale) if kernels else gains(dy, mask, stride, scale)
-
-
-def gate(v: Tensor, gates: Tensor) -> Tensor:
-    """Return gates·v for values v (batch, m, heads, width) and gates (batch, m)."""
-    kernels = kernels_for(v)
-    return kernels.gate(v, gates) if kernels else v * gates.to(v.dtype)[..., None, None]
-
-
-def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    """Return the gradient of the gates; overwrite dv, the gradient of :func:`gate`, with that of v."""
-    if kernels := kernels_for(v):
-        return kernels.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
-    d_gates: Tensor = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
-    dv.mul_(gates.to(dv.dtype)[..., None, None])
-    return d_gates
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.empty((steps(like).programs(like, rows), width), dtype=dtype, device=like.device)
 
 
 @replayed
@@ -120,6 +113,42 @@ def add_residual(
         torch.add(x, rows.view(x.shape), out=y)
     add_rows(y.view(rows.shape), update, gates, indices, shift)
     return y
+
+
+@replayed
+def begin_backward(
+    dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, null: Tensor | None, mask: Tensor | None, plan: Any,
+    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dy in the branches' dtype, partials, gradients of the heavy output and the gates, and explore_grad.
+
+    dy is None where it had that dtype. The partials have `widths` columns (0: not wanted) from `offsets` on: of the
+    hidden and the output gradients, light, then heavy. Without hidden ones they are complete: their sums come back.
+    """
+    d, way, copy = dy.shape[-1], steps(dy), None
+    partials = new_partials(dy, dy.numel() // d, sum(widths))
+    if partials is not None and widths[1]:
+        # one pass over dy rounds it and sums its rows
+        dtype = None if dy.dtype == plan.dtype else plan.dtype
+        (copy,) = way.column_sums(dy.view(-1, d), partials, offsets[1], dtype)
+        dy = dy if copy is None else copy.view(dy.shape)
+    update = update.view(*indices.shape, d)
+    d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates, null)
+    d_update = None if d_update is None else d_update.view(-1, d)
+    if partials is not None and widths[3] and d_update is not None:
+        way.column_sums(d_update, partials, offsets[3])
+    if partials is not None and not (widths[0] or widths[2]):
+        partials = way.total(partials)
+    explore_grad = None
+    if need_explore:
+        scale = -plan.explore_weight * plan.explore_stride
+        explore_grad = way.explore_gradient(dy, mask, plan.explore_stride, scale)
+    return copy, partials, d_update, d_gates, explore_grad
+
+
+def to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return t in a dtype; to ask first saves the host a call of torch."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.ops.routing.op import add_rows, scatter_backward
+from onepass.ops.routing.op import add_rows
 
 from . import branch
-from .branch import weight_gradient
+from .branch import begin_backward, steps, to, weight_gradient
 from .choice import Choice, choose, choose_backward
 from .node import fused
-from .norms import Chosen, norm_chosen, score_tokens, through_norms
+from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
 
 
 class Plan(NamedTuple):
@@ -85,43 +85,17 @@ _add_chosen = replayed(add_rows)
 
 
 @replayed
-def _before_backward_products(
-    dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
-    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dy in the branches' dtype, the partials, gradients of the heavy output and the gates, and explore_grad.
-
-    dy is None where it had that dtype.
-    """
-    d, copy = dy.shape[-1], None
-    partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
-    if partials is not None and widths[1]:
-        rows = branch.column_sums(dy.view(-1, d), partials, offsets[1], plan.dtype)
-        dy, copy = (dy, None) if dy.dtype == plan.dtype else (rows.view(dy.shape), rows)
-    update = update.view(*indices.shape, d)
-    d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
-    d_update = None if d_update is None else d_update.view(-1, d)
-    if partials is not None and widths[3] and d_update is not None:
-        branch.column_sums(d_update, partials, offsets[3])
-    explore_grad = (
-        branch.explore_gradient(dy, mask, plan.explore_stride, -plan.explore_weight * plan.explore_stride)
-        if need_explore
-        else None
-    )
-    return copy, partials, d_update, d_gates, explore_grad
-
-
-@replayed
 def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Overwrite the gradient of each GELU's output with that of its input; return the sums of all partials."""
+    way = steps(u)
     if heavy_dh is not None:
-        branch.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
+        way.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
     if dh is not None:
-        branch.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
-    return (None if partials is None else branch.total(partials),)
+        way.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
+    return (None if partials is None else way.total(partials),)
 
 
 @replayed
@@ -150,10 +124,6 @@ def _columns(sizes: tuple[int, ...], wanted: tuple[bool, ...]) -> tuple[tuple[in
     """Return the widths of the sums over rows (0: not wanted) and where each begins in their common buffer."""
     widths = tuple(size if need else 0 for size, need in zip(sizes, wanted, strict=True))
     return widths, (0, *accumulate(widths[:-1]))
-
-
-def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t if t.dtype == dtype else t.to(dtype)
 
 
 def forward(
@@ -200,10 +170,9 @@ def backward_products(
     # a symbolic size has no hash
     columns = _columns.__wrapped__ if is_fake(dy) else _columns
     widths, offsets = columns((saved.u.shape[1], d, saved.heavy_u.shape[1], d), tuple(need_weights[1::2]))
-    # one pass over dy rounds it and sums its rows; without a bias there are no sums
-    dy = (dy if widths[1] else _as(dy, plan.dtype)).contiguous()
-    rounded, partials, d_update, d_gates, explore_grad = _before_backward_products(
-        dy, saved.update, gates, indices, mask, plan, widths, offsets, need_update, need_x or need_v,
+    dy = (dy if widths[1] else to(dy, plan.dtype)).contiguous()
+    rounded, partials, d_update, d_gates, explore_grad = begin_backward(
+        dy, saved.update, gates, indices, None, mask, plan, widths, offsets, need_update, need_x or need_v,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
     del saved.update
@@ -239,7 +208,7 @@ def backward_products(
     if sums is not None:
         for i, total in zip((1, 3, 5, 7), sums.split_with_sizes(widths), strict=True):
             if need_weights[i]:
-                grads[i] = _as(total, dtypes[i])
+                grads[i] = to(total, dtypes[i])
     return d_normed, d_chosen, d_gates, explore_grad, *grads
 
 
@@ -262,17 +231,9 @@ def backward_tokens(
         d_normed, d_chosen, d_gates, g_scores if need_gates else None, d_explore,
         None if residual is None else residual.contiguous(), need_x, need_v or need_light_norm, need_heavy_norm,
     )  # fmt: skip
-    d_vectors = d_light_norm = d_heavy_norm = None
-    if sums is not None:
-        d = x.shape[-1]
-        totals = sums.split_with_sizes((d,) * (sums.shape[0] // d))
-        if need_light_norm and light_norm is not None:
-            d_light_norm = _as(totals[0], light_norm.dtype)
-        if need_v and len(totals) > 1 + need_heavy_norm:
-            d_vectors = _as(totals[1].view(vectors.shape), vectors.dtype)
-        if need_heavy_norm and heavy_norm is not None:
-            d_heavy_norm = _as(totals[-1], heavy_norm.dtype)
-    return dx, d_vectors, d_light_norm, d_heavy_norm
+    norms, needed = (light_norm, heavy_norm), (need_light_norm, need_heavy_norm)
+    (d_vectors,), d_norms = split_sums(sums, vectors, need_v, norms, needed)
+    return dx, d_vectors, *d_norms
 
 
 def _multiplications(plan: Plan, x: Any, up: Any, *rest: Any) -> int:

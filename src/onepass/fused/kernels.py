@@ -18,6 +18,7 @@ from onepass.core.launch import as_rows, cdiv, launch, next_power_of_2, replayed
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import WARPS
 from onepass.ops._shared.kernels_tokens import tile as tile_of
+from onepass.ops.routing.op import as_bytes
 
 # weights and biases of two linear layers in each of two branches
 TENSORS = 8
@@ -491,11 +492,8 @@ def centre_kernel(
 
 @replayed
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Return explore_grad (batch, ⌈n / stride⌉) for dy (batch, n, d), contiguous, and a uint8 mask (batch, n) or None.
-
-    The mask has unit column stride.
-    """
-    batch, n, d = dy.shape
+    """Return explore_grad (batch, ⌈n / stride⌉) for dy (batch, n, d), contiguous, and a mask (batch, n) or None."""
+    (batch, n, d), mask = dy.shape, as_bytes(mask)
     count = cdiv(n, stride)
     block_r, block_c = tile_of(d)
     lengths = torch.empty((batch, count), dtype=torch.float32, device=dy.device)

@@ -183,4 +183,22 @@ def through_norms(
         for update, indices in updates:
             if update is not None:
                 add_rows(dx.view(tokens, d), update, None, indices)
-    return dx, None if partials is None else branch.total(partials)
+    return dx, None if partials is None else branch.steps(partials).total(partials)
+
+
+def split_sums(
+    sums: Tensor | None, vectors: Tensor, need_vectors: bool, norms: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the gradients of the vectors, (1, d) each, and of the norms, from the sums of :func:`through_norms`."""
+    of_vectors: list[Tensor | None] = [None] * len(vectors)
+    of_norms: list[Tensor | None] = [None] * len(norms)
+    if sums is not None:
+        d = vectors.shape[-1]
+        totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
+        for i in (*range(len(norms) - 1, 0, -1), 0):
+            norm = norms[i]
+            if needed[i] and norm is not None:
+                of_norms[i] = branch.to(totals.pop() if i else totals[0], norm.dtype)
+        if need_vectors and len(totals) > 1:
+            of_vectors = [branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]]
+    return of_vectors, of_norms

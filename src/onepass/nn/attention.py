@@ -240,9 +240,9 @@ class RoutedAttention(Layer):
         )  # fmt: skip
         weights = q.weight, kv.weight, norm, mask, norm_q, norm_kv, self.null, qkv, out, *of_heavy
         if cache is not None:
-            (y, *choice), *chosen = with_keys(plan, x, *weights)
-            cache.heavy.fill(*chosen)
-            cache.light.fill(light, x)
+            (y, *choice), near, far = with_keys(plan, x, *weights)
+            cache.light.keep(*near)
+            cache.heavy.fill(*far)
         else:
             y, *choice = routed_attention(plan, x, *weights)
         at_q, gates_q, at_kv, gates_kv, scores = choice

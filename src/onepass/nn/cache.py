@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.ops.causal_choice.definition import fraction, ranked
 from onepass.ops.routing.op import gather
-from onepass.ops.span_attention.op import BASE, apply_rotary, rotary
+from onepass.ops.span_attention.op import rotary
 
 from .calls import Layer
 from .count import check_size, count
@@ -257,13 +257,6 @@ class KeyCache(_Cache):
             else:
                 last = gather(new.flatten(2), self.clock.last_in(room.shape[1]))
                 self.clock.kept.append((room, last.view(room.shape)))
-
-    def fill(self, layer: Any, x: Tensor) -> None:
-        """Keep keys and values of the last tokens of a prompt (batch, n, dim) for a `LocalAttention`."""
-        at = self.clock.last_in(self.keys.shape[1])
-        _, k, v = layer.qkv(layer.norm(gather(x, at))).unflatten(-1, (3, layer.heads, layer.dim_head)).unbind(2)
-        apply_rotary(k, at, BASE, False, self.keys)
-        self.clock.kept.append((self.values, v))
 
 
 class HeavyCache(_Cache):

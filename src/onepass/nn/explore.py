@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.eager import fast_apply, plain
-from onepass.fused.branch import gains
+from onepass.fused.branch import explore_gradient
 
 from .router import NORM_EPS, Router
 
@@ -75,7 +75,7 @@ class _Explore(torch.autograd.Function):
             sample = sample.masked_fill(~mask[:, :: ctx.stride, None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         scale = -ctx.explore_weight * ctx.stride * math.sqrt(dim)
-        explore_grad = gains(grad.detach().view(x.shape), mask, ctx.stride, scale)
+        explore_grad = explore_gradient(grad.detach().view(x.shape), mask, ctx.stride, scale)
         explore_grad = explore_grad * torch.rsqrt(square + dim * NORM_EPS)
         # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
         toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)

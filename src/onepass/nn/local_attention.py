@@ -71,7 +71,7 @@ class LocalAttention(nn.Module):
             if x.shape[1] == 1:
                 q, k = rotary(qkv[:, :, :2].flatten(2, 3), cache.clock.position[:, None]).chunk(2, dim=2)
                 return self.out(cache.attend(q, k, qkv[:, :, 2]).flatten(2))  # type: ignore[no-any-return]
-            cache.fill(self, x)
+            cache.keep(rotary(qkv[:, :, 1]), qkv[:, :, 2])
         first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
