@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from harness import (
     DEVICES,
     build,
     call,
-    compare_gradients,
-    float64,
-    floats,
     gradients,
     in_turn,
     leaves,
@@ -27,7 +23,6 @@ from harness import (
     spec_samples,
     terms,
 )
-from harness import upstream as upstreams
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
@@ -171,25 +166,7 @@ def test_defaults(spec: Spec, name: str, device: str, dtype: torch.dtype) -> Non
         _same(found, expected)
 
 
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
-
-
-def _loss(fn: Any, sample: Sample, upstream: list[Tensor]) -> Tensor:
-    outs = call(fn, sample)
-    return torch.stack([(o * g.to(o)).sum() for o, g in zip(outs, upstream, strict=True)]).sum()
-
-
-@no_interpreter
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
-def test_grad(spec: Spec, name: str) -> None:
-    sample = build(spec, name, "cpu", torch.float32)
-    gy = upstreams(call(spec.op, sample))
-    inputs = floats(sample)
-    got = torch.func.grad(lambda tensors: _loss(spec.op, replace(sample, tensors), gy))(inputs)
-    compare_gradients(spec, got, gradients(spec.reference, float64(sample)), torch.float32)
-
-
-@no_interpreter
+@pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_vmap(spec: Spec, name: str) -> None:
     """Three copies of the first argument, mapped over, against a loop."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_gpu import FakeGpu, counted, scale
+from fake_gpu import FakeGpu, counted, everywhere, scale
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay, replayed
 
@@ -330,22 +330,15 @@ def test_the_operators_calls_are_replayed(
     if name == "stable" and shape[-1] > 8192:
         pytest.skip("torch computes such rows")
     pytest.importorskip("triton")
-    from onepass.ops._shared import kernels_partials
-    from onepass.ops.norm import launch as norm_launch
     from onepass.ops.norm import op as norm_op
     from onepass.ops.norm.definition import NONE
-    from onepass.ops.weighted_sum import kernels, op
+    from onepass.ops.weighted_sum import op
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
         gpu.launch(grid, tensors, 1.0)
 
-    for module in (norm_launch, kernels, kernels_partials):
-        monkeypatch.setattr(module, "launch", launch)
-    for module in (norm_launch, kernels):
-        monkeypatch.setattr(module, "sm_count", lambda x: 132)
-    monkeypatch.setattr(kernels_partials, "dependent_launch", lambda x: True)
-    for module in (norm_op, op):
-        monkeypatch.setattr(module, "uses_triton", lambda *tensors: True)
+    of_gpu = {"sm_count": lambda x: 132, "dependent_launch": lambda x: True, "uses_triton": lambda *tensors: True}
+    everywhere(monkeypatch, launch=launch, **of_gpu)
     x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
     if name == "weighted_sum":
         run, calls = counted(op.forward)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,18 +123,14 @@ def test_everything_else_stays() -> None:
 def test_hooks() -> None:
     """Each kind runs before the exchange, after it and after the way back; handles keep working."""
     model = Tiny()
-    norm = model.c
     seen: list[str] = []
-    norm.register_forward_pre_hook(lambda m, args: seen.append("pre"))
-    handle = norm.register_forward_hook(lambda m, args, y: seen.append("forward"))
-    norm.register_full_backward_pre_hook(lambda m, dy: seen.append("backward_pre"))
-    norm.register_full_backward_hook(lambda m, dx, dy: seen.append("backward"))
-    norm.register_state_dict_pre_hook(lambda m, prefix, keep: seen.append("save_pre"))
-    norm.register_state_dict_post_hook(lambda m, state, prefix, meta: seen.append("save"))
-    # torch binds this one to the module by a weak reference
-    norm.register_load_state_dict_pre_hook(lambda m, *args: seen.append(f"load_pre {m is model.c}"))
-    norm.register_load_state_dict_post_hook(lambda m, keys: seen.append("load"))
-    kinds = ["pre", "forward", "backward_pre", "backward", "save_pre", "save", "load_pre True", "load"]
+    handles: dict[str, Any] = {}
+    for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward", "state_dict_pre", "state_dict_post",
+                 "load_state_dict_pre", "load_state_dict_post"):  # fmt: skip
+        # torch binds one of them to the module by a weak reference
+        handles[kind] = getattr(model.c, f"register_{kind}_hook")(
+            lambda m, *args, kind=kind: seen.append(f"{kind} {m is model.c}")
+        )
 
     def all_of_them() -> list[str]:
         seen.clear()
@@ -141,19 +138,17 @@ def test_hooks() -> None:
         model.load_state_dict(model.state_dict())
         return seen
 
-    assert all_of_them() == kinds
+    wanted = [f"{kind} True" for kind in handles]
+    assert all_of_them() == wanted
     seen.clear()
     report = swap(model)
     assert seen == []  # the check calls none
-    assert all_of_them() == kinds
-    added = model.c.register_forward_hook(lambda m, args, y: seen.append("added"))
-    handle.remove()
+    assert all_of_them() == wanted
+    handles["forward"].remove()
     report.undo()
     assert type(model.c) is FooRMSNorm
-    kinds[1] = "added"
-    assert all_of_them() == kinds
-    added.remove()
-    assert "added" not in all_of_them()
+    wanted.remove("forward True")
+    assert all_of_them() == wanted
 
 
 def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:

@@ -108,12 +108,6 @@ def test_routes_that_share_tokens_are_added_one_after_another(device: str) -> No
     assert torch.equal(scatter_add(y, update, gates, indices), expected)
 
 
-def test_a_token_that_several_routes_name_gets_all_their_gradients(device: str) -> None:
-    x, indices = torch.randn(2, 5, 16, device=device, requires_grad=True), _choice(2, 5, 5, 3).to(device)
-    (dx,) = torch.autograd.grad(gather(x, indices).sum(), x)
-    assert torch.equal(dx, torch.full_like(dx, 3.0))
-
-
 def test_a_token_of_zeros_scores_0_and_has_a_finite_gradient(device: str) -> None:
     x = torch.zeros(1, 3, 8, device=device, requires_grad=True)
     s = score(x, torch.randn(8, device=device))

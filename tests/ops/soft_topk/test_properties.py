@@ -99,9 +99,21 @@ def check_gradients(p: Problem) -> None:
     torch.testing.assert_close(ds[plain], expected[plain], rtol=1e-6, atol=1e-5 / p.eps)
 
 
+INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "capped_exp": torch.log,
+    "sigmoid": torch.logit,
+    "laplace": lambda y: torch.where(y < 0.5, (2 * y).log(), -(2 - 2 * y).log()),
+    "clamp": lambda y: y - 0.5,
+}
+
+
 def check_threshold(p: Problem) -> None:
-    """A higher score never has a smaller gate; gates are 1 from one score on, and the largest are torch.topk's."""
+    """φ(s − threshold): gates are 1 from one score on, and the largest are torch.topk's."""
     y = p.gates().masked_fill(~p.valid(), -1)
+    for row, scores in zip(y, p.scores, strict=True):
+        between = (row > 1e-3) & (row < 1 - 1e-3)
+        thresholds = scores[between] - p.eps * INVERSE[p.kind](row[between])
+        assert not thresholds.numel() or thresholds.max() - thresholds.min() <= 1e-8
     hidden = p.scores.masked_fill(~p.valid(), -math.inf)
     for scores, gates, k in zip(hidden, y, p.k, strict=True):
         chosen = int(min(k.item(), (gates >= 0).sum().item()))
