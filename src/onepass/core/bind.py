@@ -22,26 +22,42 @@ from torch.library import register_autograd, register_vmap
 
 from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
+from .sharding import PARTIAL, rules
 
 Outputs = Tensor | tuple[Tensor | None, ...]
 
 _backwards: set[Any] = set()
 
 
-def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Move a vmapped tensor's batch to the front; repeat an unbatched tensor `size` times, as a view."""
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+def _at_once(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Any:
+    """Return what one call gives for a batch, as further rows, and where the batch lies; None where it can't be.
+
+    The rule for shards says which arguments and results have this dimension: along it they could be sharded.
+    """
+    dims = list(zip(args, in_dims, strict=True))
+    one = (a if not isinstance(a, Tensor) else a[None] if d is None else a.movedim(d, 0)[:1] for a, d in dims)
+    results, places = rules[op](*one)[0]
+    of_tensors, given = iter(places), []
+    for (a, dim), argument in zip(dims, op._schema.arguments, strict=True):
+        place = next(of_tensors) if "Tensor" in str(argument.type) else None
+        if isinstance(a, Tensor) and isinstance(place, int):
+            a = a.expand(size, *a.shape).movedim(0, place) if dim is None else a.movedim(dim, place)
+        elif dim is not None:
+            return None
+        given.append(a)
+    out_dims = [p if isinstance(p, int) else None for p in results]
+    if PARTIAL in results or not any(d is not None for d in out_dims):
+        return None
+    return op(*given), tuple(out_dims) if len(out_dims) > 1 else out_dims[0]
 
 
-def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return an op's vmap rule: `at_once` where it applies, else one call per element (torch's own rule warns)."""
+def _vmap_rule(op: Any, rows: bool) -> Callable[..., Any]:
+    """Return an op's vmap rule: one call if rows may be further ones, else one per element (torch's own rule warns)."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        answer = None if at_once is None else at_once(info.batch_size, in_dims, *args)
-        if answer is not None:
-            return answer
-
         size = info.batch_size
+        if rows and size and (answer := _at_once(op, size, in_dims, args)) is not None:
+            return answer
         if not size:
             # empty batch: run one dummy element to learn the output shapes
             args = tuple(
@@ -86,8 +102,7 @@ def bind(
     check: Callable[..., None] = lambda *args: None,
     replay: bool = False,
     native: Callable[..., Any] | None = None,
-    vmap_forward: Callable[..., Any] | None = None,
-    vmap_backward: Callable[..., Any] | None = None,
+    rows: bool = False,
 ) -> Callable[..., Any]:
     """Return `call(*args)`, differentiable on every path, giving the first `n_public` outputs.
 
@@ -109,9 +124,7 @@ def bind(
         check: raises on bad arguments; a replayed call skips it.
         native: torch's own differentiable operator where it is as good: a plain eager call tries it first, and
             continues with the kernels if it returns None.
-        vmap_forward: `vmap_forward(batch_size, in_dims, *args)` → (outputs, out_dims) by one call of `forward_op`;
-            None: make one call per batch element.
-        vmap_backward: the same for `backward_op`.
+        rows: rows may have any number of dimensions: torch.vmap makes one call, as if along one more they were sharded.
         replay: replay calls of known layouts; `forward` and `backward` must launch by `core.launch.launch` alone.
     """
 
@@ -200,12 +213,12 @@ def bind(
         jvp = staticmethod(refuse_tangents)
 
     register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), setup_context=save)
-    register_vmap(forward_op, _vmap_rule(forward_op, vmap_forward))
+    register_vmap(forward_op, _vmap_rule(forward_op, rows))
     # two forwards may share a backward
     if backward_op not in _backwards:
         _backwards.add(backward_op)
         register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
-        register_vmap(backward_op, _vmap_rule(backward_op, vmap_backward))
+        register_vmap(backward_op, _vmap_rule(backward_op, rows))
 
     @outside_autocast
     def through_dispatcher(*args: Any) -> Any:

@@ -15,15 +15,17 @@ Placement = int | str | None
 REPLICATE, PARTIAL = "replicate", "partial"
 # one way to run an operator on shards: placements of its results and of its tensor arguments, in their order
 Way = tuple[Sequence[Placement], Sequence[Placement]]
-# takes the arguments of the operator, with shapes and placements (DTensorSpec) in place of tensors
+# takes the arguments of the operator, with shapes and placements (DTensorSpec) in place of tensors, or tensors
 Rule = Callable[..., list[Way]]
 
-_waiting: dict[Any, Rule] = {}
+rules: dict[Any, Rule] = {}
+_waiting: list[Any] = []
 
 
 def add_rule(op: Any, rule: Rule) -> None:
     """Let `rule` list the ways to run `op` on shards; running it on whole tensors is always one more."""
-    _waiting[op] = rule
+    rules[op] = rule
+    _waiting.append(op)
 
 
 def register_rules() -> None:
@@ -38,8 +40,8 @@ def register_rules() -> None:
 
     dispatcher: Any = DTensor._op_dispatcher
     while _waiting:
-        op, rule = _waiting.popitem()
-        register_sharding(op)(_ways(op, rule))
+        op = _waiting.pop()
+        register_sharding(op)(_ways(op, rules[op]))
         # torch caches the choice of a way by the arguments from the first int on. That would mix up calls that differ
         # in a bool or in an absent tensor only, so make all arguments part of the key
         dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = 0
@@ -75,7 +77,7 @@ def row_dims(x: Any) -> list[int]:
     With the last one sharded, only those that are sharded too: then rows are gathered, instead of exchanged between
     devices, and the results have the same bits as on one device.
     """
-    last, dims = x.ndim - 1, [getattr(p, "dim", None) for p in x.placements]
+    last, dims = x.ndim - 1, [getattr(p, "dim", None) for p in getattr(x, "placements", ())]
     return [d for d in range(last) if last not in dims or d in dims]
 
 

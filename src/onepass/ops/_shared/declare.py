@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.bind import batch_first
 from onepass.core.operator import listed, operator
 from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way, beside, row_dims
 
@@ -155,25 +154,11 @@ def declare(
                 found.append(((ndim - 1,), (REPLICATE, 0)))
         return found
 
-    def rows_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
-        """Return a batch of rows that share all else as more rows; None: one call per element."""
-        if dims[0] is None or any(d is not None for d in dims[1:]):
-            return None
-        return forward_op(batch_first(args[0], dims[0], size), *args[1:]), (0, 0) if kept else 0
-
-    def rows_back_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
-        n, (need, *needs_of_others) = 1 + len(tensors), args[-len(needs) :]
-        if any(d is not None for d in dims[2:n]) or not need or any(needs_of_others):
-            return None
-        first = [batch_first(args[i], dims[i], size) for i in (0, 1, *range(n, n + len(kept)))]
-        found = backward_op(*first[:2], *args[2:n], *first[2:], *args[n + len(kept) :])
-        return found, (0, *[None] * (len(graded) - 1))
-
     # what is per row is checked as it is given
     checks = {"check_fake": names["check_taken"]} if per_row else {"check": names["check"]}
     bound, forward_op, backward_op = operator(
         name, forward, backward, ("y", *kept), fake=fake, ways=ways, **checks, replay=replay,
-        vmap_forward=rows_at_once, vmap_backward=rows_back_at_once,
+        rows=True,
     )  # fmt: skip
     names["bound"] = bound
     return names["call"] if per_row else bound, forward, backward, forward_op, backward_op

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from onepass.core import check
-from onepass.core.bind import batch_first, bind
+from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
@@ -47,7 +47,7 @@ def forward_ways(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest
 def backward_ways(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
     """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw, db and dx again."""
     x_dtype, need_x, need_z, need_w, need_b = rest[-5:]
-    copied = need_x and x_dtype != x.tensor_meta.dtype
+    copied = need_x and x_dtype != getattr(x, "tensor_meta", x).dtype
     ways: list[Way] = []
     for d in row_dims(x):
         w, b = beside(weight, x.ndim, d), beside(bias, x.ndim, d)
@@ -131,7 +131,6 @@ def check_arguments(
 
 
 Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-InDims = tuple[int | None, ...]
 
 
 def _table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table:
@@ -287,28 +286,6 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, 
     return *rows, dw if need_w else None, db if need_b else None, *(None,) * ctx.n_options
 
 
-def _vmap_forward(size: int, in_dims: InDims, *args: Any) -> Any:
-    """Treat the batch as more rows; None (no rule) if weight or bias is batched."""
-    if in_dims[3] is not None or in_dims[4] is not None:
-        return None
-    rows = [None if t is None else batch_first(t, d, size) for t, d in zip(args[:3], in_dims, strict=False)]
-    o = Options(*args[5:])
-    # a result that is left out is empty, without a batch
-    present = o.keep_y, rows[1] is not None, o.quantize, o.quantize
-    return forward_op(*rows, *args[3:]), (*(0 if yes else None for yes in present), 1)
-
-
-def _vmap_backward(size: int, in_dims: InDims, *args: Any) -> Any:
-    """Treat the batch as more rows; None (no rule) if dw or db is needed: each batch element has its own."""
-    x_dtype, need_x, need_z, need_w, need_b = args[-5:]
-    if in_dims[5] is not None or in_dims[6] is not None or need_w or need_b or not (need_x or need_z):
-        return None
-    rows = [None if t is None else batch_first(t, d, size) for t, d in zip(args[:5], in_dims, strict=False)]
-    present = need_x, need_z, False, False, need_x and x_dtype != args[2].dtype
-    rows[4] = rows[4].movedim(0, 1)  # type: ignore[union-attr]
-    return backward_op(*rows, *args[5:]), tuple(0 if yes else None for yes in present)
-
-
 def _infer(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     options: Options,
@@ -317,10 +294,9 @@ def _infer(
 
 
 norm: Callable[..., Any] = bind(
-    name="layer_norm, rms_norm",
+    name="layer_norm, rms_norm", rows=True,
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=check_arguments,
     inference=_infer, save=_save, gradients=_gradients, public=_public, replay=True, native=definition.native,
-    vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip
 
 
