@@ -48,6 +48,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="session")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model's run that is over; who changes it copies it."""
+    folder = tmp_path_factory.mktemp("causal")
+    (folder / "text.txt").write_text("route the heavy token, or the light byte " * 60)
+    with quick():
+        assert _train(folder / "text.txt", "--task", "causal", "--threads", 1, "--out", folder / "run") == 0
+    return folder / "run"
+
+
 @pytest.fixture
 def finished(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "finished"))

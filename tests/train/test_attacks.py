@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onepass.train import checkpoint, sources
-from train.tiny import command, contents, quick
+from train.tiny import at_step, command, contents, quick
 
 OPTIONS = ("--dim", "16", "--blocks", "1", "--seq", "16", "--batch", "2", "--device", "cpu")
 RESUME = ("train", "texts", "--resume", "--out", "run")
@@ -107,16 +108,19 @@ def test_a_damaged_run_is_refused_whole_or_ends_with_the_right_weights(
         assert weights(home / "run") == unfinished[1]
 
 
-@FEW
+@settings(FEW, max_examples=24)
 @given(
     name=st.sampled_from((*FILES, *PICTURES, ".lock")),
     partial=st.booleans(),
     dangling=st.booleans(),
     command=st.sampled_from(("resume", "force", "show")),
+    running=st.booleans(),
 )
 def test_the_target_of_a_planted_link_stays_as_it_was(
-    unfinished: tuple[Path, dict[str, bytes]], home: Path, name: str, partial: bool, dangling: bool, command: str
-) -> None:
+    unfinished: tuple[Path, dict[str, bytes]], home: Path, name: str, partial: bool, dangling: bool, command: str,
+    running: bool,
+) -> None:  # fmt: skip
+    """Planted before the command starts, or while it trains."""
     fresh(home, unfinished[0])
     victim = home.parent / "victim"
     victim.unlink(missing_ok=True)
@@ -124,10 +128,15 @@ def test_the_target_of_a_planted_link_stays_as_it_was(
     content = link.read_bytes() if link.exists() else b"keep me"
     if not dangling:
         victim.write_bytes(content)
-    link.unlink(missing_ok=True)
-    link.symlink_to(victim)
+
+    def plant() -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(victim)
+
     again = ("train", "texts", *OPTIONS, "--steps", "2", "--force", "--out", "run")
-    call(*{"resume": RESUME, "show": ("show", "run", "texts/1.txt"), "force": again}[command], where=home)
+    steps = {"resume": 5, "force": 1} if running else {}
+    with at_step(steps[command], plant) if command in steps else contextlib.nullcontext(plant()):
+        call(*{"resume": RESUME, "show": ("show", "run", "texts/1.txt"), "force": again}[command], where=home)
     assert not victim.exists() if dangling else victim.read_bytes() == content
 
 

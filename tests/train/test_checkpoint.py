@@ -1,10 +1,16 @@
+"""What a run's files hold, and damage to them: told in one line before a step, and nothing is lost by it."""
+
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from onepass.optim import Lion
-from onepass.train import checkpoint
+from onepass.train import checkpoint, metrics
 from onepass.train.commands.errors import UserError
 from onepass.train.config import RANGES, TASKS, Config, from_json
 from onepass.train.language import ByteModel
 from onepass.train.metrics import Mark
 from onepass.train.model import new, parameter_groups
-from train.tiny import TINY, config, refused
+from onepass.train.run import Run
+from train.tiny import TINY, config, contents, printed, refused, rows
 
 FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
@@ -74,7 +81,7 @@ def test_nothing_in_it_is_pickled(good: Path):
     assert {entry["dtype"] for name, entry in json.loads(header).items() if name != "__metadata__"} == {"F32"}
 
 
-def not_loaded(content: bytes, path: Path) -> str:
+def not_loaded(content: bytes | bytearray, path: Path) -> str:
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         checkpoint.load(path)
@@ -85,16 +92,12 @@ def not_loaded(content: bytes, path: Path) -> str:
 
 
 @FUZZ
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_truncated(good: Path, tmp_path: Path, share: float):
-    content = good.read_bytes()
-    assert "cut off" in not_loaded(content[: int(share * len(content))], tmp_path / "cut")
-
-
-@FUZZ
 @given(st.data())
-def test_flipped_bits(good: Path, tmp_path: Path, data: st.DataObject):
+def test_damaged_bytes(good: Path, tmp_path: Path, data: st.DataObject):
+    not_loaded(data.draw(st.binary(max_size=200)), tmp_path / "noise")
     content = bytearray(good.read_bytes())
+    cut = data.draw(st.integers(0, len(content) - 1))
+    assert "cut off" in not_loaded(content[:cut], tmp_path / "cut")
     header = 8 + int.from_bytes(content[:8], "little")
     # half of the flips in the header, which is a small part of the file
     last = header if data.draw(st.booleans()) else len(content)
@@ -113,12 +116,6 @@ def test_flipped_bits(good: Path, tmp_path: Path, data: st.DataObject):
         assert (saved.config, saved.step) == (whole.config, whole.step)
         assert all(torch.equal(value, whole.tensors[name]) for name, value in saved.tensors.items())
     assert "\n" not in message
-
-
-@FUZZ
-@given(st.binary(max_size=200))
-def test_any_bytes(tmp_path: Path, content: bytes):
-    not_loaded(content, tmp_path / "noise")
 
 
 @pytest.mark.parametrize(
@@ -228,33 +225,92 @@ def one_line(text: str) -> None:
     assert "\n" not in message
 
 
-def test_what_resuming_refuses(finished: Path, texts: Path):
-    def said(*options: object) -> str:
-        return refused("train", texts, *TINY, "--resume", "--out", finished, *options)
+ROWS = [{"step": step, "loss": 1 / step, "bits_per_byte": 1.5 / step, "lr": 1e-3} for step in range(1, 8)]
+LINES = b"".join(map(metrics.line, ROWS))
+END = Mark(len(LINES), hashlib.sha256(LINES).hexdigest())
 
-    assert "--steps 8: the run has 12; give more to train longer" in said("--steps", 8)
-    assert "task is causal here and masked in the run" in said("--task", "causal")
-    assert "model is routed here and transformer in the run" in said("--model", "routed")
 
-    path = finished / checkpoint.NAME
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
-    assert "cut off" in said()
-    path.write_bytes(whole)
-    path.write_bytes(strangers(path, config={"seed": 5}, step=12))
-    assert "is of another configuration: seed is 5 there and 0 in config.json" in said()
-    path.write_bytes(whole)
+def known(mark: Mark) -> Any:
+    """What `verify` reads of a checkpoint."""
+    return SimpleNamespace(metrics_bytes=mark.length, metrics_digest=mark.digest)
 
-    metrics = (finished / "metrics.jsonl").read_bytes()
-    (finished / "metrics.jsonl").write_bytes(metrics[:50])
-    assert "fewer than" in said()
-    (finished / "metrics.jsonl").write_bytes(metrics)
 
-    (texts / "1.txt").write_text("something else")
-    assert f"the data has changed since the run began; put back the files that {finished}/data.json lists" in said()
+def test_what_is_appended_is_what_a_checkpoint_holds(tmp_path: Path):
+    run = Run(tmp_path)
+    run.append(ROWS[:3])
+    middle = run.mark
+    run.append(ROWS[3:])
+    assert (run.mark, list(run.rows())) == (END, ROWS)
+    # another process goes on from the middle, and what followed is gone
+    again = Run(tmp_path)
+    again.rewind(known(middle))
+    assert list(again.rows()) == ROWS[:3]
+    again.append(ROWS[3:])
+    assert (again.mark, (tmp_path / "metrics.jsonl").read_bytes()) == (END, LINES)
 
-    for content in (b"{", b"\xff"):
-        (finished / "config.json").write_bytes(content)
-        assert "config.json: is no JSON" in said()
-    (finished / "config.json").unlink()
-    assert "there is no run in" in said()
+
+@FUZZ
+@given(st.data())
+def test_any_changed_byte_and_any_cut_shows(tmp_path: Path, data: st.DataObject):
+    content = bytearray(LINES)
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] = data.draw(st.integers(0, 255).filter(lambda value: value != LINES[place]))
+    for there, said in ((bytes(content), "it is damaged, or of another run"), (LINES[:place], "fewer than the")):
+        (tmp_path / "metrics.jsonl").write_bytes(there)
+        with pytest.raises(UserError, match=said):
+            Run(tmp_path).verify(known(END))
+
+
+def test_what_follows_the_checkpoint_may_be_torn(tmp_path: Path):
+    run = Run(tmp_path)
+    assert run.verify(known(Mark()))[1] == Mark()
+    (tmp_path / "metrics.jsonl").write_bytes(LINES + b"a torn line after the checkpoint")
+    assert run.verify(known(END))[1] == END
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["[]", "3", "null", "{}", '{"loss": 1}', '{"step": 1.0}', '{"step": true}', '{"step": "1"}',
+     '{"step": 1, "a": "b"}', '{"step": 1, "loss": NaN}', '{"step": 1, "loss": null}', "[" * 100_000],
+)  # fmt: skip
+def test_rows_that_are_none(row: str):
+    with pytest.raises(UserError, match="a line is damaged"):
+        metrics.parsed(row.encode(), Path("metrics.jsonl"))
+
+
+def test_what_resuming_refuses_goes_on_once_it_is_put_back(whole: Path, finished: Path, texts: Path):
+    """To start over would cost the metrics."""
+    before, resume = contents(finished), ("train", texts, *TINY, "--resume", "--out", finished)
+    saved, lines, settings = (finished / name for name in (checkpoint.NAME, "metrics.jsonl", "config.json"))
+    first, kept = texts / "1.txt", (texts / "1.txt").read_text()
+    damage: list[tuple[Callable[[], object], str]] = [
+        (saved.unlink, "checkpoint.safetensors is gone; put it back"),
+        (lambda: (saved.unlink(), saved.symlink_to(texts / "unmounted")), "no such file"),
+        (lambda: saved.write_bytes(before[checkpoint.NAME][:-100]), "cut off"),
+        (lambda: saved.write_bytes(strangers(saved, config={"seed": 5}, step=12)),
+         "is of another configuration: seed is 5 there and 0 in config.json"),
+        (lines.unlink, "has 0 bytes, fewer than"),
+        (lambda: lines.write_bytes(before["metrics.jsonl"][:50]), "has 50 bytes, fewer than"),
+        (lambda: settings.write_bytes(b"\xff"), "config.json: is no JSON"),
+        (settings.unlink, "there is no run in"),
+        (lambda: first.write_text("something else"),
+         f"the data has changed since the run began; put back the files that {finished}/data.json lists"),
+    ]  # fmt: skip
+    for do, said in damage:
+        do()
+        assert said in refused(*resume)
+        first.write_text(kept)
+        for name, content in before.items():
+            (finished / name).unlink(missing_ok=True)
+            (finished / name).write_bytes(content)
+    assert "--steps 8: the run has 12; give more to train longer" in refused(*resume, "--steps", 8)
+    assert "task is causal here and masked in the run" in refused(*resume, "--task", "causal")
+    assert "model is routed here and transformer in the run" in refused(*resume, "--model", "routed")
+    # a model may be passed on without its metrics
+    lines.rename(texts.parent / "metrics")
+    printed("show", finished, first)
+    (texts.parent / "metrics").rename(lines)
+    (finished / "data.json").write_bytes(b"{")
+    printed(*resume)
+    assert (finished / "data.json").read_bytes() == before["data.json"]
+    assert rows(finished) == rows(whole)

@@ -13,6 +13,7 @@ import pytest
 
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
+from train.tiny import power_cut
 
 
 @pytest.fixture
@@ -21,16 +22,6 @@ def victim(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "victim").write_text("keep me")
     return tmp_path / "victim"
-
-
-def test_a_planted_link_costs_its_target_nothing(victim: Path):
-    run = victim.parent / "run"
-    for name in ("page.partial", "page.0123abcd.partial", "page"):
-        (run / name).symlink_to(victim)
-    files.write(run / "page", "new")
-    assert victim.read_text() == "keep me"
-    assert (run / "page").read_text() == "new"
-    assert not (run / "page").is_symlink()
 
 
 def test_two_writers_of_one_path_share_no_temporary(victim: Path):
@@ -89,6 +80,19 @@ def test_a_killed_writer_leaves_a_whole_file(victim: Path):
         assert len(set(content)) == 1
     left = {entry.name for entry in path.parent.iterdir()} - {"page"}
     assert all(files.partial_of(name) == "page" for name in left)
+
+
+def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "file"
+    files.write(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", power_cut)
+        with pytest.raises(RuntimeError):
+            files.write(path, b"new")
+    assert path.read_bytes() == b"old"
+    files.write(path, "newer")
+    assert path.read_bytes() == b"newer"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("name", ["link", "nowhere", "pipe", "folder"])

@@ -1,4 +1,4 @@
-"""The models of `onepass train`: what they see, what learns, how they are routed and measured."""
+"""The models of `onepass train`: what they see, what learns, how they are routed, measured and asked to write."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from onepass.train import data
+from onepass.train.checkpoint import of_run
 from onepass.train.config import Config
 from onepass.train.loop import learning_rate
 from onepass.train.model import new, parameter_groups
-from train.tiny import config, rows
+from train.tiny import config, printed, rows
 
 
-def causal(**values: object) -> Config:
+def next_byte(**values: object) -> Config:
     return config(**{"task": "causal", "seq": 48, "window": 8, **values})
 
 
@@ -70,7 +71,7 @@ def test_each_byte_is_asked_for_and_the_one_before_it_shown():
 
 
 def test_no_guess_depends_on_a_later_byte():
-    model = new(causal()).eval()
+    model = new(next_byte()).eval()
     tokens = torch.randint(256, (1, 48))
     asked = torch.arange(48)[None]
     with torch.no_grad():
@@ -107,3 +108,30 @@ def test_experts_are_balanced_once_a_step_and_counted(finished: Path) -> None:
     for row in (row for row in rows(finished) if "validation_bits_per_byte" in row):
         for name in ("routing/blocks.0.feed_forward", "routing/blocks.1.feed_forward"):
             assert 0 <= row[f"{name}/emptiest"] <= 1 <= row[f"{name}/fullest"] <= 4
+
+
+def test_temperature_0_is_the_argmax_of_the_full_forward(causal: Path) -> None:
+    model = of_run(causal)[1].double()
+    tokens = list(b"rou")
+    for token in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
+        with torch.no_grad():
+            assert int(token) == int(model(torch.tensor([tokens]))[0][0, -1].argmax())
+        tokens.append(int(token))
+
+
+def test_draws_follow_the_seed_and_the_temperature(causal: Path) -> None:
+    def text(*options: object) -> str:
+        return printed("generate", causal, "--prompt", "to", "--length", 12, *options)
+
+    assert text("--seed", 1) == text("--seed", 1)
+    assert text("--seed", 1) != text("--seed", 2)
+    assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
+    assert text().startswith("to")
+    assert text().endswith("\n")
+    assert text("--length", 30, "--temperature", 0).startswith(text("--temperature", 0)[:-1])
+
+
+def test_what_a_terminal_would_obey_is_escaped(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "é\x1b[2J\n\t\xff".encode() + b"\xe9"
+    monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a: iter([torch.tensor([list(text)])]))
+    assert printed("generate", causal, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"

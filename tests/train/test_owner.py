@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from onepass.train import cli
-from onepass.train.commands.errors import UserError
 from onepass.train.run import Run
-from train.tiny import TINY, at_step, command, contents, drive, refused, rows
+from train.tiny import TINY, at_step, contents, drive, refused, rows
 
 Train = Callable[..., int]
 
@@ -116,7 +114,6 @@ def test_a_run_that_came_while_the_data_was_read_is_spared(
     assert len(rows(tmp_path / "run")) > 12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pointed elsewhere", "begun anew", "gone"])
 def test_a_directory_that_is_replaced_under_a_run(texts: Path, finished: Path, tmp_path: Path, how: str):
     before = contents(finished)
@@ -139,28 +136,6 @@ def test_a_directory_that_is_replaced_under_a_run(texts: Path, finished: Path, t
         assert contents(out) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.json", "data.json", "checkpoint.safetensors"])
-def test_no_planted_link_is_written_through(texts: Path, tmp_path: Path, name: str):
-    """Each file of a run becomes a link to somebody's file in the middle; `test_attacks.py` has other moments."""
-    victim, run = tmp_path / "victim", tmp_path / "run"
-    victim.write_text("keep me")
-
-    def plant() -> None:
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(victim)
-
-    with at_step(4, plant):
-        code, _, _ = command("train", texts, *TINY, "--out", run)
-    # what is replaced whole takes the link's place; what is added to is refused
-    added_to = name in {".lock", "metrics.jsonl"}
-    assert code == (2 if added_to else 0)
-    assert victim.read_text() == "keep me"
-    _, _, said = command("train", texts, *TINY, "--out", run, "--resume")
-    assert victim.read_text() == "keep me"
-    assert ("is a symbolic link" in said) == added_to
-
-
 def test_unfinished_files_are_swept(train: Train, finished: Path, tmp_path: Path):
     victim, run = tmp_path / "victim", finished
     victim.write_text("keep me")
@@ -175,12 +150,3 @@ def test_unfinished_files_are_swept(train: Train, finished: Path, tmp_path: Path
     # a fresh start takes away all that is a run's
     assert train("--out", run, "--force") == 0
     assert {path.name for path in run.iterdir()} == whole
-
-
-def test_an_owner_without_a_lock_file_is_refused(tmp_path: Path):
-    run = Run(tmp_path / "run")
-    with run.locked():
-        os.unlink(tmp_path / "run/.lock")
-        with pytest.raises(UserError, match="was moved, replaced or emptied"):
-            run.append([{"step": 1}])
-    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -2,52 +2,71 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from onepass.train.progress import say
 from train.tiny import TINY, contents, refused
 
-TRAIN = {
-    "nowhere.txt": "can't read nowhere.txt: no such file or directory",
-    "pipe": "pipe is neither a file nor a directory",
-    "folder": "there is no text in folder",
-    "empty.txt": "empty.txt is no text (it is empty)",
-    "white.txt": "white.txt is no text (it is only white space)",
-    "text program": "program is no text (it is binary: byte 7 is NUL)",
-    "noise": "NUL); give files of text",
-    "binaries": "there is no text in binaries (program: it is binary: byte 4 is NUL)",
-    "text --seq 100000": "a sequence of 100,000 bytes is longer than the training data",
-    "text --seq 2000": "a sequence of 2,000 bytes is longer than the validation data",
-    "--resume": "there is no run to resume in runs/",
-    "--resume --out nowhere": "there is no run in nowhere",
-    "--resume --out folder": "there is no run in folder (no config.json)",
-    "text --steps 0": "--steps: must be from 1 to",
-    "text --steps many": "--steps: must be a whole number, got 'many'",
-    "text --seed -1": "--seed: must be from 0 to",
-    "text --lr nan": "--lr: must be from 0",
-    "text --dim 9": "dim must be a multiple of 2 × heads",
-    "text --preset tpu": "--preset: invalid choice: 'tpu'",
-    "text --task best": "--task: invalid choice: 'best'",
-    "text --resume --force": "not allowed with argument",
-    "text --out letters": "letters holds other things than a run ('a.txt')",
-    "text --out text/1.txt": "can't use text/1.txt as a directory: not a directory",
-    "text --out text/1.txt/below": "as a directory: not a directory",
-    **({} if torch.cuda.is_available() else {"text --device cuda": "--device cuda: torch sees no CUDA device here"}),
+SAID = {
+    "train nowhere.txt": "can't read nowhere.txt: no such file or directory",
+    "train pipe": "pipe is neither a file nor a directory",
+    "train folder": "there is no text in folder",
+    "train empty.txt": "empty.txt is no text (it is empty)",
+    "train white.txt": "white.txt is no text (it is only white space)",
+    "train text program": "program is no text (it is binary: byte 7 is NUL)",
+    "train noise": "NUL); give files of text",
+    "train binaries": "there is no text in binaries (program: it is binary: byte 4 is NUL)",
+    "train text --seq 100000": "a sequence of 100,000 bytes is longer than the training data",
+    "train text --seq 2000": "a sequence of 2,000 bytes is longer than the validation data",
+    "train --resume": "there is no run to resume in runs/",
+    "train --resume --out nowhere": "there is no run in nowhere",
+    "train --resume --out folder": "there is no run in folder (no config.json)",
+    "train text --steps 0": "--steps: must be from 1 to",
+    "train text --steps many": "--steps: must be a whole number, got 'many'",
+    "train text --seed -1": "--seed: must be from 0 to",
+    "train text --lr nan": "--lr: must be from 0",
+    "train text --dim 9": "dim must be a multiple of 2 × heads",
+    "train text --preset tpu": "--preset: invalid choice: 'tpu'",
+    "train text --task best": "--task: invalid choice: 'best'",
+    "train text --resume --force": "not allowed with argument",
+    "train text --out letters": "letters holds other things than a run ('a.txt')",
+    "train text --out letters --force": "letters holds other things than a run ('a.txt')",
+    "train text --out foreign --force": "foreign holds other things than a run ('config.json')",
+    "train text --out text/1.txt": "can't use text/1.txt as a directory: not a directory",
+    "train text --out text/1.txt/below": "as a directory: not a directory",
+    "train text --out masked": "already holds a run; add --resume to go on or --force to start over",
+    # bad data costs no old run
+    "train nowhere --out masked --force": "can't read nowhere",
+    "show nowhere text/1.txt": "there is no run with a checkpoint in nowhere",
+    "show masked nowhere": "can't read nowhere: no such file",
+    "show masked text": "text is a directory; give one file of text",
+    "show masked zero": "zero is no text",
+    "show masked text/1.txt --out text/1.txt": "can't use",
+    "show masked text/1.txt --bytes 0": "--bytes: must be from 1",
+    "show cut text/1.txt": "cut off",
+    "generate causal --prompt=": "--prompt is empty",
+    f"generate causal --prompt {'a' * 33}": "--prompt has 33 bytes, more than the 32 that",
+    "generate causal": "the following arguments are required: --prompt",
+    "generate causal --prompt a --temperature -1": "--temperature: must be from 0 to 100",
+    "generate causal --prompt a --length 0": "--length: must be from 1",
+    "generate nowhere --prompt a": "there is no run with a checkpoint in nowhere",
+    "generate cut --prompt a": "cut off",
+    "generate masked --prompt a": "guesses hidden bytes; generate needs one of --task causal",
 }
-SHOW = {
-    "nowhere text/1.txt": "there is no run with a checkpoint in nowhere",
-    "run nowhere": "can't read nowhere: no such file",
-    "run text": "text is a directory; give one file of text",
-    "run zero": "zero is no text",
-    "run text/1.txt --out text/1.txt": "can't use",
-    "run text/1.txt --bytes 0": "--bytes: must be from 1",
-    "cut text/1.txt": "cut off",
-}
+if not torch.cuda.is_available():
+    SAID["train text --device cuda"] = "--device cuda: torch sees no CUDA device here"
+    SAID["generate causal --prompt a --device cuda"] = "sees no CUDA device"
+# orders to a terminal are shown as escapes, on one line
+ORDERS = "a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
+SHOWN = r"a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
 
 
 @pytest.fixture(autouse=True)
@@ -55,41 +74,44 @@ def _here(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     texts.rename("text")
     os.mkfifo("pipe")
-    for name in ("folder", "binaries", "letters"):
-        Path(name).mkdir()
     files = {
         "empty.txt": b"", "white.txt": b" \n\n", "program": b"\x7fELF\2\1\1\0\0", "noise": bytes([255, *range(256)]),
-        "binaries/program": b"\x7fELF\0", "letters/a.txt": b"", "zero": b"\0",
+        "binaries/program": b"\x7fELF\0", "letters/a.txt": b"", "foreign/config.json": b"{}", "zero": b"\0",
     }  # fmt: skip
+    for name in ("folder", *(str(Path(file).parent) for file in files)):
+        Path(name).mkdir(exist_ok=True)
     for name, content in files.items():
         Path(name).write_bytes(content)
 
 
-@pytest.mark.parametrize("arguments", TRAIN)
-def test_train(arguments: str):
-    before = contents(Path("text"))
-    assert TRAIN[arguments] in refused("train", *arguments.split())
-    assert contents(Path("text")) == before
-    assert list(Path("folder").iterdir()) == []
-    assert not Path("runs").exists()
-    assert not Path("nowhere").exists()
-
-
-def test_show(finished: Path):
-    finished.rename("run")
-    checkpoint = Path(shutil.copytree("run", "cut"), "checkpoint.safetensors")
+def test_what_is_refused_changes_nothing(whole: Path, causal: Path):
+    shutil.copytree(whole, "masked")
+    shutil.copytree(causal, "causal")
+    checkpoint = Path(shutil.copytree("causal", "cut"), "checkpoint.safetensors")
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    for arguments, said in SHOW.items():
-        assert said in refused("show", *arguments.split())
+    before, folders = contents(Path()), sorted(Path().rglob("*"))
+    for arguments, said in SAID.items():
+        assert said in refused(*arguments.split()), arguments
+        assert contents(Path()) == before, arguments
+        assert sorted(Path().rglob("*")) == folders, arguments
 
 
-def test_nothing_is_overwritten(finished: Path):
-    before = contents(finished)
-    said = refused("train", "text", *TINY, "--out", finished)
-    assert "already holds a run; add --resume to go on or --force to start over" in said
-    # bad data must not cost the old run either
-    refused("train", "nowhere", "--out", finished, "--force")
-    assert contents(finished) == before
+def test_orders_to_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert SHOWN in refused("train", ORDERS)
+    Path(ORDERS).write_bytes(b"\0binary")
+    assert f"{SHOWN} is no text" in refused("train", ORDERS)
+    assert SHOWN in refused("train", "--out", ORDERS, "--resume")
+    assert SHOWN in refused("train", "--out", ORDERS)
+    assert SHOWN in refused("show", ORDERS, ORDERS)
+    Path("folder", ORDERS).touch()
+    assert "holds other things than a run" in refused("train", "text", "--out", "folder")
+    say(ORDERS)
+    assert capsys.readouterr().out == f"{SHOWN}\n"
+    # a terminal that knows ASCII only
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say("16 × 256 bytes of caf\udce9")
+    assert raw.getvalue() == b"16 \\xd7 256 bytes of caf\\udce9\n"
 
 
 # permissions don't stop root, whom tests may run as

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from onepass.__main__ import main
 from onepass.train import checkpoint, loop
-from onepass.train.commands import files
 from train.tiny import TINY, at_step, cut_off, power_cut, printed, refused, rows, same
 
 Train = Callable[..., int]
@@ -70,7 +69,6 @@ def test_a_directory_killed_before_the_run_began_is_free(train: Train, tmp_path:
     assert not (out / "config.json.partial").exists()
 
 
-@slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(
     train: Train, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int
@@ -84,28 +82,6 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert f"onepass train --resume --out '{out}'" in said
     assert train("--out", out, "--resume") == 0
     same(whole, out)
-
-
-def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupted(self: loop.Training, windows: int) -> loop.Measured:
-        # the loop has decided by now that this step needs no checkpoint
-        os.kill(os.getpid(), signal.SIGINT)
-        return loop.Measured(0.0, {})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "measure", interrupted)
-        assert train("--out", tmp_path / "run") == 130
-    assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 4
-
-
-def test_force_spares_what_is_no_run(tmp_path: Path):
-    for name in ("thesis.tex", "config.json"):
-        folder = tmp_path / name.split(".")[0]
-        folder.mkdir()
-        (folder / name).write_text("precious")
-        assert "holds other things than a run" in refused("train", __file__, *TINY, "--out", folder, "--force")
-        assert (folder / name).read_text() == "precious"
-        assert [entry.name for entry in folder.iterdir()] == [name]
 
 
 def test_training_longer(train: Train, whole: Path, finished: Path, texts: Path, tmp_path: Path):
@@ -159,16 +135,3 @@ def test_the_gpu_preset(texts: Path, tmp_path: Path):
     assert all(kind == (torch.int16 if "remainder" in n else torch.bfloat16) for n, kind in kinds.items()), kinds
     printed("train", "--resume", "--out", out)
     assert len([row for row in rows(out) if "loss" in row]) == 6
-
-
-def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "file"
-    files.write(path, b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", power_cut)
-        with pytest.raises(RuntimeError):
-            files.write(path, b"new")
-    assert path.read_bytes() == b"old"
-    files.write(path, "newer")
-    assert path.read_bytes() == b"newer"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
