@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,27 +27,17 @@ def victim(tmp_path: Path) -> Path:
 def test_two_writers_of_one_path_share_no_temporary(victim: Path):
     path = victim.parent / "run" / "page"
     texts = [letter * 200_000 for letter in "abcd"]
-    torn: list[int] = []
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.is_set():
-            if path.exists() and path.read_text() not in texts:
-                torn.append(1)
 
     def work(text: str) -> None:
         for _ in range(20):
             files.write(path, text)
 
-    reader = threading.Thread(target=look)
-    writers = [threading.Thread(target=work, args=(text,)) for text in texts]
-    for thread in (reader, *writers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    done.set()
-    reader.join()
-    assert not torn
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(work, text) for text in texts]
+        while not all(writer.done() for writer in writers):
+            assert not path.exists() or path.read_text() in texts
+    # a writer that met another one's file has raised
+    assert [writer.result() for writer in writers] == [None] * 4
     assert [entry.name for entry in path.parent.iterdir()] == ["page"]
 
 
