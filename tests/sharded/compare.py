@@ -125,33 +125,39 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 def same_layer(
     layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
-    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None, **packed: Any,
-) -> Any:  # fmt: skip
-    """Compare y, the choice and all gradients; demand that y is placed like x. Return the routing of one process."""
+    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None, *, plain: bool = False, hooked: bool = False,
+) -> tuple[nn.Module, nn.Module]:  # fmt: skip
+    """Compare y, the choice and all gradients; demand that y is placed like x. Return the layer and its copy on `on`.
+
+    With hooks inside, y may be placed otherwise. `plain` weights stay whole on each process, as FSDP2 hands them: the
+    parts of their gradients add up.
+    """
     layer = layer.to(x.device, x.dtype)
-    spread = distribute_module(copy.deepcopy(layer), on, weights)
+    spread = copy.deepcopy(layer) if plain else distribute_module(copy.deepcopy(layer), on, weights)
     a = x.clone().requires_grad_()
     b = placed(x, on, placements).requires_grad_()
-    y, routing = layer(a, mask, return_routing=True, **packed)
-    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True, **packed)
-    assert tuple(got.placements) == tuple(placements), got.placements
+    y, routing = layer(a, mask, return_routing=True)
+    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
+    assert hooked or tuple(got.placements) == tuple(placements), got.placements
     assert got.shape == y.shape
     for found, expected in zip(outputs(got_routing), outputs(routing), strict=True):
         # a block's second layer scores tokens that are rounded otherwise: equal choices, gates within rounding
         assert torch.equal(whole(found.indices), expected.indices)
-        torch.testing.assert_close(whole(found.gates), expected.gates.detach())
+        torch.testing.assert_close(whole(found[1]), expected[1].detach())
     tight = tolerance(x.dtype)
     torch.testing.assert_close(whole(got), y.detach(), **tight)
     torch.manual_seed(1)
     up = torch.randn_like(y)
     y.backward(up)
-    got.backward(distribute_tensor(up, on, placements))
+    got.backward(distribute_tensor(up, on, got.placements))
     torch.testing.assert_close(whole(b.grad), a.grad, **tight)
     for (name, p), q in zip(layer.named_parameters(), spread.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
+            if plain:
+                dist.all_reduce(q.grad)
             torch.testing.assert_close(whole(q.grad), p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
-    return routing
+    return layer, spread
 
 
 def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:

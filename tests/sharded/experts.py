@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from onepass.nn import Experts, update_balance
-from sharded.compare import many, mesh, placed, tolerance, whole, wide
+from sharded.compare import many, mesh, same_layer, whole, wide
 from sharded.processes import device_type
 
 DIM, TOKENS = 16, 24
@@ -37,16 +37,7 @@ def _mine(x: Tensor) -> Tensor:
 
 @many("tokens in shards", {"rows": [8, 4]})
 def _(rows: int) -> None:
-    layer, x, on = _layer(), _batch()[:rows], mesh()
-    spread = distribute_module(copy.deepcopy(layer), on)
-    a, b = x.clone().requires_grad_(), placed(x, on, [Shard(0)]).requires_grad_()
-    y, got = layer(a), spread(b)
-    torch.testing.assert_close(whole(got), y.detach(), **tolerance(x.dtype))
-    y.square().sum().backward()
-    got.square().sum().backward()
-    torch.testing.assert_close(whole(b.grad), a.grad, **tolerance(x.dtype))
-    for (name, p), q in zip(layer.named_parameters(), spread.parameters(), strict=True):
-        torch.testing.assert_close(whole(q.grad), p.grad, **tolerance(x.dtype), msg=lambda m, n=name: f"{n}: {m}")
+    layer, spread = same_layer(_layer(), _batch()[:rows], None, mesh(), [Shard(0)])
     update_balance(spread)
     # one process counts the batch once for each process here: the sign is the same
     update_balance(layer)

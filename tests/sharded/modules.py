@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -47,23 +46,7 @@ def _(layer: str, rows: int) -> None:
     same_layer(EVERY[layer](), x, mask, mesh(), [Shard(0)])
     same_layer(EVERY[layer](), x, None, mesh(), [Shard(0)], in_shards)
     same_layer(EVERY[layer](), x, None, mesh(), [R])
-    # plain weights, as FSDP2 hands them; the parts of their gradients add up
-    _alike(EVERY[layer]().to(x.device, x.dtype), x)
-
-
-def _alike(layer: nn.Module, x: Tensor, *on: DeviceMesh) -> None:
-    """Compare a layer's outputs and gradients on rows in shards, with plain weights or those on a mesh."""
-    other = copy.deepcopy(layer)
-    other = distribute_module(other, *on) if on else other
-    (y, _), (got, _) = layer(x, return_routing=True), other(placed(x, mesh(), [Shard(0)]), return_routing=True)
-    torch.testing.assert_close(whole(got.detach()), y.detach(), **tolerance(x.dtype))
-    y.sum().backward()
-    got.sum().backward()
-    for (name, p), q in zip(layer.named_parameters(), other.parameters(), strict=True):
-        if not on and p.grad is not None:
-            dist.all_reduce(q.grad)
-        if p.grad is not None:
-            torch.testing.assert_close(whole(q.grad), p.grad, **tolerance(x.dtype), msg=lambda m, n=name: f"{n}: {m}")
+    same_layer(EVERY[layer](), x, None, mesh(), [Shard(0)], plain=True)
 
 
 @many("hooks see DTensors", {"layer": list(EVERY)})
@@ -72,7 +55,7 @@ def _(layer: str) -> None:
     plain, module = (EVERY[layer]().to(x.device, x.dtype) for _ in range(2))
     for m in (plain, module):
         [*m.modules()][-1].register_forward_hook(lambda _, __, y: seen.append(type(y[0])))
-    _alike(module, x, mesh())
+    same_layer(module, x, None, mesh(), [Shard(0)], hooked=True)
     assert seen == [Tensor, DTensor] * (len(seen) // 2)
     for rows, m in ((5, distribute_module(module, mesh())), (4, plain)):
         with pytest.raises(ValueError, match=f"with hooks inside, .*; got {rows} rows on {dist.get_world_size()} dev"):

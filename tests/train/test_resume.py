@@ -80,6 +80,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     said = capsys.readouterr().out
     assert "stopped after 5 of 12 steps" in said
     assert f"onepass train --resume --out '{out}'" in said
+    assert checkpoint.load(out / checkpoint.NAME).step == 5
     assert train("--out", out, "--resume") == 0
     same(whole, out)
 
