@@ -7,54 +7,37 @@ pyproject.toml) stands for core and contract.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-SHARED = ["tests/contract", "tests/core", "tests/test_import.py"]
+SHARED = "tests/contract tests/core tests/test_import.py"
+# the tests of a file are those of the first pattern that its path has
+TABLE = {
+    r"src/.*README\.md|docs/.*|mkdocs\.yml": "tests/test_docs.py tests/test_readme.py",
+    r"src/onepass/core/sharding\.py": f"{SHARED} tests/sharded",
+    r"src/onepass/nn/(calls|whole_rows)\.py": "tests/nn tests/sharded",
+    r"src/onepass/optim/(sharded|state|step)\.py": "tests/optim tests/sharded",
+    r"src/onepass/ops/_.*": "tests/ops tests/contract",
+    r"src/onepass/ops/(\w+)/(op|sharding)\.py": r"tests/ops/\1 tests/contract tests/sharded",
+    r"src/onepass/ops/(\w+)/.*": r"tests/ops/\1 tests/contract",
+    r"src/onepass/fused/.*": "tests/fused tests/nn",
+    r"src/onepass/(?!core/)(\w+)/.*": r"tests/\1",
+    r"(benchmarks|research|examples)/.*": r"tests/\1 tests/test_\1.py",
+    r"(tests/(?:.*/)?test_.*)": r"\1",
+    r"tests/(\w+)/.*": r"tests/\1",
+    r"\.github/.*|CITATION\.cff|\.pre-commit-config\.yaml|Makefile|CHANGELOG\.md": "tests/test_project_files.py",
+    r"README\.md": "tests/test_readme.py",
+    r"(src|tests)/.*|pyproject\.toml": SHARED,
+}
 
 
 def tests_for(name: str) -> list[str]:
     """Paths of the tests to run when this file changed; some may be absent."""
-    path = PurePosixPath(name)
-    match path.parts:
-        case ("src", *_, "README.md") | ("docs", *_) | ("mkdocs.yml",):
-            return ["tests/test_docs.py", "tests/test_readme.py"]
-        case ("src", "onepass", "core", "sharding.py"):
-            return [*SHARED, "tests/sharded"]
-        case ("src", "onepass", "nn", "calls.py" | "whole_rows.py"):
-            return ["tests/nn", "tests/sharded"]
-        case ("src", "onepass", "ops", operator, "op.py" | "sharding.py"):
-            return [f"tests/ops/{operator}", "tests/contract", "tests/sharded"]
-        case ("src", "onepass", "optim", "sharded.py" | "state.py" | "step.py"):
-            return ["tests/optim", "tests/sharded"]
-        case ("src", "onepass", "ops", "_shared", *_):
-            return ["tests/ops", "tests/contract"]
-        case ("src", "onepass", "ops", operator, *_):
-            return [f"tests/ops/{operator}", "tests/contract"]
-        case ("src", "onepass", "fused", *_):
-            return ["tests/fused", "tests/nn"]
-        case ("src", "onepass", package, _, *_) if package != "core":
-            return [f"tests/{package}"]
-        case ("benchmarks" | "research" as package, *_):
-            return [f"tests/{package}"]
-        case ("tests", *_, file) if file.startswith("test_"):
-            return [name]
-        case ("tests", folder, _, *_):
-            return [f"tests/{folder}"]
-        case ("examples", "sparse_attention.py"):
-            return ["tests/test_examples.py", "tests/test_sparse_attention.py"]
-        case ("examples", *_):
-            return ["tests/test_examples.py"]
-        case (".github", *_) | ("CITATION.cff" | ".pre-commit-config.yaml" | "Makefile" | "CHANGELOG.md",):
-            return ["tests/test_project_files.py"]
-        case ("README.md",):
-            return ["tests/test_readme.py"]
-        case ("src" | "tests", *_) | ("pyproject.toml",):
-            return SHARED
-        case _:
-            return []
+    found = (match.expand(tests) for pattern, tests in TABLE.items() if (match := re.fullmatch(pattern, name)))
+    return next(found, "").split()
 
 
 def chosen(changed: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -32,7 +33,7 @@ NEEDS = {
     "sparse_autoencoder": (),
     "mixture_of_experts": (),
 }
-# an experiment of six arms; its layer has tests/test_sparse_attention.py
+# an experiment of six arms
 LINES = {"sparse_attention": 180}
 
 
@@ -174,6 +175,44 @@ def test_sparse_attention(tmp_path: Path, tmp_path_factory: pytest.TempPathFacto
     assert weight["distil"] > weight["untrained"]
     rows = json.loads(record.read_text())["rows"]
     assert [(row["arm"], f"{row['bits']:.3f}") for row in rows] == [(arm, bits) for arm, bits, *_ in found]
+
+
+@pytest.mark.parametrize("arm", ["window", "untrained", "distil", "gates", "both"])
+def test_sparse_attention_to_all_tokens_is_full_attention(arm: str) -> None:
+    """With its gradients; to k tokens it is full attention to those that its scores choose, and to no later one."""
+    from examples.sparse_attention import SparseAttention
+
+    def layer(arm: str, k: int) -> SparseAttention:
+        torch.manual_seed(0)
+        return SparseAttention(16, 2, k, arm).double()
+
+    # full attention's weights are fp32 in the layer, and so are the cosines
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    n, k = 13, 4
+    x = torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True)
+    full, all_seen, few = layer("full", n), layer(arm, n + 1), layer(arm, k)
+    found = [(m, m(x)[0]) for m in (all_seen, full)]
+    close(*(y for _, y in found))
+    close(*(torch.autograd.grad(y.square().sum(), (x, m.qkv.weight, m.out.weight)) for m, y in found))
+    y, loss, _ = few(x)
+    close(few(x[:, :-3])[0], y[:, :-3])
+    distils = arm in ("distil", "both")
+    if distils:
+        trained = (x, few.qkv.weight, few.indexer.weight)
+        of_loss = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        assert [g is not None and bool(g.any()) for g in of_loss] == [False, False, True]
+        close(few(torch.cat((x, x)))[1], loss)
+    of_y = torch.autograd.grad(y.sum(), few.indexer.weight, allow_unused=True)[0]
+    assert (of_y is not None and bool(of_y.any())) == (arm in ("gates", "both"))
+    # angles are of distances: the last k tokens alone give the same
+    few.scores = lambda x: torch.arange(float(n)).to(x).expand(len(x), n, n)  # type: ignore[method-assign]
+    y, _, mass = few.eval()(x)
+    close(y[:, k - 1 :], torch.stack([full(x[:, t - k : t])[0][:, -1] for t in range(k, n + 1)], 1))
+    assert 0 < mass[0] < mass[1]
+    if distils:
+        few.qkv.weight.data.zero_()
+        few.scores = lambda x: x.new_zeros(len(x), n, n)  # type: ignore[method-assign]
+        close(few(x)[1], torch.zeros(()))
 
 
 @pytest.mark.slow
