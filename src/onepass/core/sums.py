@@ -10,16 +10,12 @@ from torch import Tensor
 BLOCK = 1 << 14
 
 
-def block_sums(x: Tensor) -> Tensor:
-    """Sum x (..., n) of unit column stride over blocks of BLOCK columns → (..., ⌈n / BLOCK⌉); the last may be short."""
+def row_sum(x: Tensor) -> Tensor:
+    """Sum x (..., n) of unit column stride over its columns → (..., 1)."""
     n = x.shape[-1]
-    if n <= BLOCK:
+    if n <= BLOCK or x.is_cuda:
         return x.sum(-1, keepdim=True)
     whole = n - n % BLOCK
     sums = x[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
-    return sums if whole == n else torch.cat((sums, x[..., whole:].sum(-1, keepdim=True)), -1)
-
-
-def row_sum(x: Tensor) -> Tensor:
-    """Sum x (..., n) of unit column stride over its columns → (..., 1)."""
-    return x.sum(-1, keepdim=True) if x.shape[-1] <= BLOCK or x.is_cuda else block_sums(x).sum(-1, keepdim=True)
+    sums = sums if whole == n else torch.cat((sums, x[..., whole:].sum(-1, keepdim=True)), -1)
+    return sums.sum(-1, keepdim=True)

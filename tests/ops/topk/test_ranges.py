@@ -192,35 +192,6 @@ def test_gradients_within_ranges(ties: str, largest: bool, is_sorted: bool) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("ties", ["first", "last"])
-def test_out(ties: str) -> None:
-    s = torch.randint(-3, 4, (2, 3, 9)).float()
-    values, indices = torch.empty(2, 3, 4), torch.empty(2, 3, 4, dtype=torch.int32)
-    version = values._version
-    top = onepass.topk(s, 4, out=(values, indices), index_dtype=torch.int32, ties=ties)
-    assert top.values is values
-    assert top.indices is indices
-    assert values._version > version
-    expected = onepass.topk(s, 4, ties=ties)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(indices.long(), expected.indices)
-    spread = torch.empty(4, 2, 3).permute(1, 2, 0)
-    onepass.topk(s, 4, out=(spread, indices), index_dtype=torch.int32)
-    assert torch.equal(spread, expected.values)
-    nothing = torch.empty(2, 3, 0), torch.empty(2, 3, 0, dtype=torch.int64)
-    assert onepass.topk(s, 0, out=nothing).values is nothing[0]
-
-
-@pytest.mark.parametrize("eps", [0.1, torch.tensor(0.1, requires_grad=True)])
-def test_out_has_no_gradient(eps: Any) -> None:
-    s = torch.randn(3, 9, requires_grad=not isinstance(eps, Tensor))
-    out = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"topk: with out= there are no gradients, but (scores|eps) requires one"):
-        onepass.topk(s, 2, eps=eps, out=out)
-    with torch.no_grad():
-        assert torch.equal(onepass.topk(s, 2, eps=eps, out=out).indices, onepass.topk(s, 2).indices)
-
-
 def test_hard_gates_are_not_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only backward needs soft_topk's solution."""
     from onepass.ops.topk import op
@@ -278,22 +249,21 @@ def test_kernels_on_gpu(n: int, k: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [3000, 70000])
-def test_out_and_graphs_on_gpu(n: int) -> None:
+def test_graphs_on_gpu(n: int) -> None:
     s, lengths = torch.randn(5, n, device="cuda"), torch.full((5,), n, device="cuda")
-    out = torch.empty(5, 40, device="cuda"), torch.empty(5, 40, device="cuda", dtype=torch.int32)
 
-    def call() -> None:
-        onepass.topk(s, 40, lengths=lengths, out=out, index_dtype=torch.int32)
+    def call() -> onepass.TopK:
+        return onepass.topk(s, 40, lengths=lengths, index_dtype=torch.int32)
 
     for _ in range(4):
         call()
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        top = call()
     for end in (n, 50, 3):
         s.normal_()
         lengths.fill_(end)
         graph.replay()
         values, indices = expected(s, 40, lengths=lengths)
-        assert torch.equal(out[1].long(), indices)
-        assert torch.equal(out[0], values)
+        assert torch.equal(top.indices.long(), indices)
+        assert torch.equal(top.values, values)

@@ -172,13 +172,11 @@ def _merged(
 
 
 def select(
-    rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...],
-    out: tuple[Tensor, Tensor] | None = None,
-) -> Found:  # fmt: skip
+    rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...]
+) -> Found:
     """Select the k largest of each row; results are (*lead, k).
 
     is_sorted: best first, else ascending indices. Gates are 1, or those of soft (rows, n), contiguous.
-    out: contiguous values and indices to write to.
     """
     s = rows.s
     n_rows, n_cols = s.shape
@@ -187,17 +185,10 @@ def select(
         found = select(rows, n_cols, is_sorted, soft, index_dtype, lead)
         more = (0, k - n_cols)
         values = pad(found.values, more, value=-math.inf if rows.largest else math.inf)
-        indices = pad(found.indices, more, value=-1)
-        if out is not None:
-            values, indices = out[0].copy_(values), out[1].copy_(indices)
-        return Found(indices, values, pad(found.gates, more))
+        return Found(pad(found.indices, more, value=-1), values, pad(found.gates, more))
     size = (*lead, k)
-    if out is None:
-        values = torch.empty(size, dtype=s.dtype, device=s.device)
-        indices = torch.empty(size, dtype=index_dtype, device=s.device)
-    else:
-        values, indices = out
-    gates = torch.empty(size, dtype=s.dtype, device=s.device)
+    values = torch.empty(size, dtype=s.dtype, device=s.device)
+    gates, indices = torch.empty_like(values), torch.empty(size, dtype=index_dtype, device=s.device)
     if not values.numel():
         return Found(indices, values, gates)
     results = indices, s, soft, values, gates

@@ -206,13 +206,6 @@ def is_nan(packed):
     return ((packed >> 32).to(tl.int32) & 0x7FFFFFFF) > INFINITY
 
 
-__all__ = [
-    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LOW", "NAN", "NOTHING", "SIZES", "Row", "bounds",
-    "from_boundary", "is_nan", "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "threshold_of",
-    "to_column", "to_key", "to_score", "unpack_half",
-]  # fmt: skip
-
-
 class Results(NamedTuple):
     """Where a kernel takes values and gates from, and where its results go."""
 

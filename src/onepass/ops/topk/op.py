@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.core.launch import as_rows, replayed, uses_triton
+from onepass.core.launch import as_rows, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops._shared import arguments
@@ -30,12 +29,6 @@ def _index_dtype(narrow: bool) -> torch.dtype:
     return torch.int32 if narrow else torch.int64
 
 
-def _rows_of(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, largest: bool) -> Any:
-    """Return the arguments of the kernels: rows of scores, with mask and ranges beside them."""
-    starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
-    return _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
-
-
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
     eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
@@ -49,10 +42,10 @@ def forward(
         valid = definition.allowed(scores, mask, start, lengths)
         soft, state = soft_forward(scores if largest else -scores, None, eps, valid, float(k), eps_value, kind)
     if uses_triton(scores):
-        found = _kernels().select(
-            _rows_of(scores, mask, start, lengths, largest), k, is_sorted,
-            None if soft is None else soft.view(-1, scores.shape[-1]), _index_dtype(narrow), tuple(scores.shape[:-1]),
-        )  # fmt: skip
+        starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
+        rows = _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
+        soft = None if soft is None else soft.view(-1, scores.shape[-1])
+        found = _kernels().select(rows, k, is_sorted, soft, _index_dtype(narrow), tuple(scores.shape[:-1]))
         return found.values, found.gates, found.indices, state
     values, indices = definition.select(
         scores, mask, start, lengths, k, largest, is_sorted, _index_dtype(narrow)
@@ -168,43 +161,6 @@ def _topk(*args: Any) -> TopK:
     return TopK(values, indices, gates)
 
 
-@replayed
-def _fill(
-    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, values: Tensor, indices: Tensor,
-    k: int, largest: bool, is_sorted: bool,
-) -> Tensor:  # fmt: skip
-    """Let the kernels write values and indices, contiguous; return the gates."""
-    lead = tuple(scores.shape[:-1])
-    rows = _rows_of(scores, mask, start, lengths, largest)
-    return _kernels().select(rows, k, is_sorted, None, indices.dtype, lead, (values, indices)).gates  # type: ignore[no-any-return]
-
-
-def _written_in_place(out: tuple[Tensor, Tensor], given: tuple[Tensor | None, ...]) -> bool:
-    """Return whether the kernels may write to `out`: contiguous memory that no argument shares."""
-    shared = {t.untyped_storage().data_ptr() for t in given if t is not None}
-    return all(t.is_contiguous() and t.untyped_storage().data_ptr() not in shared for t in out)
-
-
-def _check_out(out: object, scores: Tensor, shape: Sequence[int], eps: object, index_dtype: torch.dtype) -> None:
-    if not isinstance(out, tuple) or len(out) != 2 or not all(isinstance(t, Tensor) for t in out):
-        raise TypeError(f"topk: out must be a tuple of two tensors, values and indices; got {type(out).__name__}")
-    for name, given, dtype in zip(("values", "indices"), out, (scores.dtype, index_dtype), strict=True):
-        if given.dtype != dtype:
-            raise TypeError(f"topk: out's {name} must be {dtype}, got {given.dtype}; index_dtype= sets the indices'")
-        if given.shape != shape:
-            raise ValueError(f"topk: out's {name} must have the shape {tuple(shape)}, got {tuple(given.shape)}")
-        check.same_device("topk", f"out's {name}", given, "scores", scores)
-    wanting = [
-        name for name, t in (("scores", scores), ("eps", eps), ("out's values", out[0]))
-        if isinstance(t, Tensor) and t.requires_grad
-    ]  # fmt: skip
-    if torch.is_grad_enabled() and wanting:
-        raise ValueError(
-            f"topk: with out= there are no gradients, but {wanting[0]} requires one; call it under torch.no_grad() "
-            "or detach"
-        )
-
-
 def _last_of_equals(
     scores: Tensor, k: int, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, is_sorted: bool,
     **options: Any,
@@ -225,10 +181,6 @@ def _last_of_equals(
     return TopK(*(t.gather(-1, order) for t in (found.values, indices, found.gates)))
 
 
-def _copied(found: TopK, out: tuple[Tensor, Tensor]) -> TopK:
-    return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
-
-
 def topk(
     scores: Tensor,
     k: int,
@@ -240,7 +192,7 @@ def topk(
     start: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
     ties: str = "first",
-    out: tuple[Tensor, Tensor] | None = None,
+    out: None = None,
     pad: bool = False,
     eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
@@ -272,7 +224,7 @@ def topk(
             stay positions in the row.
         index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
         ties: among equal scores ``"first"`` takes the lower index first, ``"last"`` the higher, from a copy of scores.
-        out: ``(values, indices)`` to write to, of the result's shapes and dtypes; for calls without gradients.
+        out: not taken: copy the results.
         pad: True allows k > n; what a row lacks is padding, as with ``lengths`` and ``mask``.
         eps: temperature of the gates' gradient, see :func:`onepass.soft_topk`.
         mask: bool, broadcasts to ``scores``; masked entries are never selected.
@@ -287,10 +239,10 @@ def topk(
 
     Raises:
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
-            an int tensor, index_dtype is not int32 or int64, or out is not a pair of tensors of the results' dtypes.
+            an int tensor, index_dtype is not int32 or int64, or out is given.
         ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, scores have no dim, shapes
-            don't broadcast, devices differ, eps is not > 0, kind or ties is unknown, lengths or start reaches past a
-            row (on a CPU), out has another shape, or out is given where a gradient is asked for.
+            don't broadcast, devices differ, eps is not > 0, kind or ties is unknown, or lengths or start reaches past
+            a row (on a CPU).
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
@@ -303,19 +255,18 @@ def topk(
         >>> onepass.topk(torch.tensor([1.0, 2.0, 3.0, 9.0]), 2, sorted=False, lengths=torch.tensor(3)).indices.tolist()
         [1, 2]
     """
+    if out is not None:
+        raise TypeError("topk: there is no out=; write values.copy_(top.values), indices.copy_(top.indices)")
     check.floating("topk", "scores", scores)
     n_dims = scores.dim()
     if (dim != -1 and dim != n_dims - 1) or not n_dims:
         rows, mask, back = arguments.along("topk", dim, scores, mask)
         if not n_dims and k != 1:
             raise ValueError(f"topk: k must be 1 of a 0-d tensor, got {k!r}")
-        found = TopK(*map(back, topk(
+        return TopK(*map(back, topk(
             rows, k, -1, largest, sorted, lengths=lengths, start=start, index_dtype=index_dtype, ties=ties, pad=pad,
             eps=eps, mask=mask, kind=kind,
         )))  # fmt: skip
-        if out is not None:
-            _check_out(out, scores, found.values.shape, eps, index_dtype)
-        return found if out is None else _copied(found, out)
     arguments.positive("topk", "eps", eps, scores)
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
@@ -335,13 +286,10 @@ def topk(
     if ties not in ("first", "last"):
         raise ValueError(f"topk: ties must be 'first' or 'last', got {ties!r}")
     definition.check_ranges("topk", scores, start, lengths)
-    narrow = index_dtype == torch.int32
-    if out is not None:
-        _check_out(out, scores, (*scores.shape[:-1], k), eps, index_dtype)
     if ties == "last":
         given = scores, k, mask, start, lengths, sorted
-        found = _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
-    elif k == 0 or n == 0:
+        return _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
+    if k == 0 or n == 0:
         # not an operator's: it looks at no score
         values, indices = definition.select(scores.detach(), mask, start, lengths, k, largest, sorted, index_dtype)
         zeros = torch.zeros_like(values)
@@ -349,16 +297,10 @@ def topk(
             # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
             nothing = scores[..., :0].sum(-1, keepdim=True)
             values, zeros = values + nothing, zeros + nothing
-        found = TopK(values, indices, zeros)
-    else:
-        direct = out is not None and plain(scores, mask, start, lengths, *out) and uses_triton(scores)
-        if out is not None and direct and _written_in_place(out, (scores, mask, start, lengths)):
-            gates_of_out = _fill(scores.detach(), mask, start, lengths, *out, k, largest, sorted)
-            torch.autograd.graph.increment_version(out)
-            return TopK(*out, gates_of_out)
-        options = *arguments.split(eps), KINDS.index(kind), True, largest, sorted, narrow
-        found = _topk(scores, options[0], mask, start, lengths, k, *options[1:])
-    return found if out is None else _copied(found, out)
+        return TopK(values, indices, zeros)
+    eps_tensor, eps_value = arguments.split(eps)
+    options = KINDS.index(kind), True, largest, sorted, index_dtype == torch.int32
+    return _topk(scores, eps_tensor, mask, start, lengths, k, eps_value, *options)
 
 
 def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: Tensor | None = None) -> Tensor:
