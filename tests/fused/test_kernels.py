@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.fused import decoding
-from onepass.fused.choice import first_of_each, row_counts
+from onepass.fused.choice import row_counts
 from onepass.nn import RoutedBlock, RoutedFeedForward, Router, TransformerBlock
 from onepass.ops.causal_choice.definition import fraction
 
@@ -38,26 +38,9 @@ def test_counts(device: str, share: float, n: int) -> None:
 
 
 @pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (3, 5, 9), (4, 700, 900)])
-def test_cut(device: str, hard: bool, rows: int, k: int, n: int) -> None:
-    from onepass.fused import kernels
-
-    generator = torch.Generator().manual_seed(2)
-    indices = torch.rand(rows, n, generator=generator).argsort(-1)[:, :k].contiguous()
-    indices[-1, k // 2 :] = -1
-    gates, soft = torch.rand(rows, k, generator=generator), torch.rand(rows, n, generator=generator)
-    counts = torch.randint(1, k + 1, (rows,), generator=generator)
-    expected = first_of_each(indices, counts)
-    of_all = gates if hard else soft.gather(-1, indices.clamp_min(0))
-    mine, own = indices.to(device), gates.to(device)
-    kernels.cut(mine, own, None if hard else soft.to(device), counts.float().to(device))
-    assert torch.equal(mine.cpu(), expected)
-    assert torch.equal(own.cpu(), torch.where(expected >= 0, of_all, 0.0))
-
-
-@pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize(("gate", "k", "bias"), [("soft", 0.2, True), ("straight_through", 5, False)])
+@pytest.mark.parametrize(
+    ("gate", "k", "bias"), [("soft", 0.2, True), ("straight_through", 5, False), ("straight_through", 0.3, True)]
+)
 def test_a_whole_layer(device: str, gate: str, k: float, bias: bool) -> None:
     """The fused layer by kernels beside the torch path in float64: outputs, choices and gradients."""
     torch.manual_seed(3)

@@ -23,9 +23,8 @@ def _limits(device: str) -> tuple[torch.dtype, float]:
     return (torch.float32, 2e-5) if device == "cuda" or INTERPRET else (torch.float64, 1e-12)
 
 
-def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
-    n = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    return n if weight is None else n * weight
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
 def _scores(x: Tensor, vectors: Tensor) -> Tensor:
@@ -49,27 +48,41 @@ def _grads(outs: list[Tensor], inputs: list[Tensor], upstream: list[Tensor]) -> 
 
 @pytest.mark.parametrize("dim", [7, 64, 200, 1024, 1500, 2500] if not INTERPRET else [7, 200, 2500])
 @pytest.mark.parametrize("vectors", ["one", "three"])
-@pytest.mark.parametrize("with_weight", [True, False])
-def test_norm_and_scores(device: str, dim: int, vectors: str, with_weight: bool) -> None:
-    """Of all tokens, with partials of the weight's and the vectors' gradients, and columns to spare."""
+@pytest.mark.parametrize("given", ["", "weight", "weight mask", "explored"])
+def test_norm_and_scores(device: str, dim: int, vectors: str, given: str) -> None:
+    """Of all tokens, with partials of the weight's and the vectors' gradients, and columns to spare.
+
+    Masked tokens are zeros whatever they hold, and so are the gradients that come in for them. Explored tokens, each
+    third, teach the first vector alone.
+    """
     dtype, limit = _limits(device)
     x = torch.randn(2, 9, dim, dtype=dtype, device=device)
-    weight = torch.rand(dim, dtype=dtype, device=device) if with_weight else None
+    weight = torch.rand(dim, dtype=dtype, device=device) if "weight" in given else None
     v = torch.randn((dim,) if vectors == "one" else (3, dim), dtype=dtype, device=device)
-    normed, scores, stats = norm_forward(x, None, weight, v, EPS, 1e-6, dtype)
+    real = torch.ones(2, 9, dtype=torch.bool, device=device)
+    if "mask" in given:
+        real[0, [1, 5, 8]], real[1], x[0, 1], x[0, 5], x[1] = False, False, torch.nan, torch.inf, torch.nan
+    mask = real if "mask" in given else None
+    normed, scores, stats = norm_forward(x, None, weight, v, EPS, 1e-6, dtype, mask)
     assert scores is not None
     dn, ds = torch.randn_like(normed), torch.randn_like(scores)
     ds[..., ::3] = 0
+    dn[~real], ds[..., ~real] = torch.nan, torch.inf
+    explored = torch.randn(2, 3, dtype=dtype, device=device) if given == "explored" else None
     partials = norm_partials(x, 18, weight, v, 5)
-    dx = norm_backward_into(partials, dn, x, None, weight, v, stats, scores, ds, True)
+    dx = norm_backward_into(partials, dn, x, None, weight, v, stats, scores, ds, True, explored, 3, mask)
     x64, v64 = (t.double().requires_grad_() for t in (x, v))
-    w64 = torch.ones_like(x64[0, 0]) if weight is None else weight.double()
-    outs = [_norm(x64, w64.requires_grad_()), _scores(x64, v64)]
-    grads = _grads(outs, [x64, w64, v64], [dn, ds])
-    assert grads[1] is not None
-    assert grads[2] is not None
+    w64, seen = (x64.new_ones(dim) if weight is None else weight.double()), x64.masked_fill(~real[..., None], 0)
+    outs = [_norm(seen, w64.requires_grad_()), _scores(seen, v64)]
+    upstream = [dn.masked_fill(~real[..., None], 0), ds.masked_fill(~real, 0)]
+    of_x, of_w, of_v = _grads(outs, [x64, w64, v64], upstream)
+    assert of_w is not None
+    assert of_v is not None
+    if explored is not None:
+        pushed = definition.score(x64, v64.view(-1, dim)[0])[:, ::3]
+        of_v = of_v + torch.autograd.grad(pushed, v64, explored.double())[0]
     found = partials[:, :-5].sum(0)
-    _close([normed, scores, dx, found], [*outs, grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
+    _close([normed, scores, dx, found], [*outs, of_x, torch.cat((of_w, of_v.flatten()))], limit)
 
 
 def test_norm_of_chosen_tokens(device: str) -> None:
@@ -104,47 +117,6 @@ def test_the_probe_compares_lengths(device: str, masked: bool) -> None:
     lengths = dy[:, ::3].double().norm(dim=-1) * real
     expected = -0.6 * (lengths - lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real
     _close([explore_grad], [expected], limit)
-
-
-def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
-    dtype, limit = _limits(device)
-    x, v = (torch.randn(s, dtype=dtype, device=device) for s in ((2, 10, 32), (32,)))
-    normed, scores, stats = norm_forward(x, None, None, v, EPS, 1e-6, dtype)
-    dn, ds = torch.randn_like(normed), torch.randn_like(scores)
-    explore_grad = torch.randn(2, 4, dtype=dtype, device=device)
-    partials = norm_partials(x, 20, None, v)
-    dx = norm_backward_into(partials, dn, x, None, None, v, stats, scores, ds, True, explore_grad, 3)
-    x64, v64 = x.double().requires_grad_(), v.double().requires_grad_()
-    outs = [_norm(x64, None), definition.score(x64, v64)]
-    theirs = _grads(outs, [x64, v64], [dn, ds])
-    (taught,) = torch.autograd.grad(definition.score(x64, v64)[:, ::3], v64, explore_grad.double())
-    assert theirs[1] is not None
-    _close([dx, partials.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
-
-
-@pytest.mark.parametrize("dim", [32, 2100])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_masked_tokens_are_zeros_whatever_they_hold(device: str, dim: int, value: float) -> None:
-    """Their x, and the gradients that come in for them, even NaN."""
-    dtype, limit = _limits(device)
-    x, w = torch.randn(2, 9, dim, dtype=dtype, device=device), torch.rand(dim, dtype=dtype, device=device)
-    v = torch.randn(2, dim, dtype=dtype, device=device)
-    mask = torch.tensor([[True, False, True, True, True, False, True, True, False], [False] * 9], device=device)
-    x[~mask] = value
-    normed, scores, stats = norm_forward(x, None, w, v, EPS, 1e-6, dtype, mask)
-    dn, ds = torch.randn_like(normed), torch.randn(2, 2, 9, dtype=dtype, device=device)
-    dn[~mask], ds[:, ~mask] = value, value
-    partials = norm_partials(x, 18, w, v)
-    dx = norm_backward_into(partials, dn, x, None, w, v, stats, scores, ds, True, mask=mask)
-    x64, w64, v64 = (t.double().requires_grad_() for t in (x, w, v))
-    real = x64.masked_fill(~mask[..., None], 0)
-    outs = [_norm(real, w64), _scores(real, v64)]
-    upstream = [dn.masked_fill(~mask[..., None], 0), ds.masked_fill(~mask, 0)]
-    grads = _grads(outs, [x64, w64, v64], upstream)
-    assert grads[1] is not None
-    assert grads[2] is not None
-    _close([normed, scores], outs, limit)
-    _close([dx, partials.sum(0)], [grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -96,14 +96,6 @@ def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
     y.sum().backward()
 
 
-def test_shares_and_quotas() -> None:
-    _, routing = _cross(1 / 4, 1 / 3)(tokens(2, 20, DIM), tokens(2, 33, CONTEXT), return_routing=True)
-    assert (routing.q.indices.shape, routing.kv.indices.shape) == ((2, 5), (2, 11))
-    # causal: keys per window
-    _, routing = _layer(1 / 16, 1 / 4, causal=True)(tokens(2, 64, DIM), return_routing=True)
-    assert (routing.kv.indices.view(2, 8, 2) // WINDOW == torch.arange(8)[:, None]).all()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_bias_counts(name: str, causal: bool) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nn.layers import first, outputs, tokens, watched
-from onepass.nn import CausalRouter, RoutedBlock
+from onepass.nn import RoutedBlock
 
 DIM, WINDOW = 12, 8
 
@@ -59,13 +59,6 @@ def test_each_half_is_added_to_the_residual_stream(causal: bool, masked: bool, a
 def test_how_many_each_half_chooses(kwargs: dict[str, Any], expected: tuple[float, ...]) -> None:
     block = _block(**kwargs)
     assert (block.feed_forward.k, block.attention.k_q, block.attention.k_kv) == expected
-
-
-def test_a_causal_block_routes_queries_and_feed_forward_by_the_past() -> None:
-    block = _block(True)
-    assert isinstance(block.attention.router_q, CausalRouter)
-    assert isinstance(block.feed_forward.router, CausalRouter)
-    assert block.attention.light.causal
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -209,20 +209,3 @@ def test_a_refused_call_leaves_its_cache(
     assert counts == cache.clock.counts
     for name, t in cache.state_dict().items():
         assert torch.equal(t, state[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("prefilled", [0, 300])
-def test_steps_on_gpu(prefilled: int) -> None:
-    """The kernels' forward and the steps choose alike in fp32; a tie within rounding would be a different sequence."""
-    torch.manual_seed(2)
-    block = RoutedBlock(256, 1 / 16, heads=4, dim_head=64, window=64, causal=True).cuda().eval()
-    x = torch.randn(2, 512, 256, device="cuda")
-    with torch.no_grad():
-        expected, routing = block(x, return_routing=True)
-    cache = block.new_cache(2)
-    parts = [block(x[:, :prefilled], cache=cache)] if prefilled else []
-    y, q, f = _stepped(block, x[:, prefilled:], cache)
-    for gates, output in ((q, routing.attention.q), (f, routing.feed_forward)):
-        assert torch.equal(gates > 0, _gates(output, 512)[:, prefilled:] > 0)
-    torch.testing.assert_close(torch.cat([*parts, y], 1), expected, rtol=2e-3, atol=2e-3)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import onepass
 from onepass.nn import (
     CausalRouter,
     Experts,
@@ -85,7 +84,6 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ("2", TypeError, "must be a number, got str"))),
     *((error, match, lambda options=options: RoutedAttention(16, 1, 1, **options)) for options, error, match in (
         ({"heads": 0}, ValueError, "heads must be ≥ 1"),
-        ({"heads": "2"}, TypeError, "heads must be an int, got str"),
         ({"light_heads": 0}, ValueError, "heads must be ≥ 1"),
         ({"dim_head": 5}, ValueError, "dim_head must be even"),
         ({"window": 0}, ValueError, "window must be ≥ 1"),
@@ -100,8 +98,6 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
       for options, error, match in (
         ({}, ValueError, "dim must be a multiple of dim_head where heads is not given, got dim = 100 and"),
         ({"window": 0, "heads": 2}, ValueError, "window must be ≥ 1, got 0"),
-        ({"window": 2.5, "heads": 2}, TypeError, "window must be an int, got float"),
-        ({"heads": 0}, ValueError, "heads must be ≥ 1, got 0"),
         ({"dim_head": 5}, ValueError, "dim_head must be even"),
         ({"dim_head": 10, "hidden_dim": 0}, ValueError, "hidden_dim must be ≥ 1, got 0"),
         ({"dim_head": 10, "num_experts": -1}, ValueError, "num_experts must be ≥ 0, got -1"),
@@ -115,11 +111,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
         ({"score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
         ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"))),
-    *((error, f"Experts: {match}", lambda args=args: Experts(16, 2)(*args)) for args, error, match in (
-        ((X[..., :4],), ValueError, r"x must be \(…, dim = 16\), got \(2, 9, 4\)"),
-        ((X.double(),), TypeError, "x is torch.float64 and the weights are torch.float32; convert"),
-        ((X, torch.ones(2, 4).bool()), ValueError, r"mask must be \(2, 9\), got \(2, 4\)"),
-        ((X, torch.ones(2, 9)), TypeError, "mask must be bool"))),
+    (ValueError, r"Experts: x must be \(…, dim = 16\), got \(2, 9, 4\)", lambda: Experts(16, 2)(X[..., :4])),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),
@@ -166,23 +158,16 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ([4, "a"], TypeError, r"must be an int or a sequence of ints, got \[4, 'a'\]"),
         (-1, ValueError, "must be ≥ 0, got -1"),
         ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"))),
-    *((ValueError, r"_norm: x must end in normalized_shape \(3, 8\), got",
-       lambda kind=kind, shape=shape: kind((3, 8))(torch.ones(shape)))
-      for kind in (LayerNorm, RMSNorm) for shape in ((8,), (2, 3, 7), (2, 4, 8))),
     *((ValueError, "Norm: eps must be ≥ 0, got -1.0", lambda kind=kind: kind(8, eps=-1.0))
       for kind in (LayerNorm, RMSNorm)),
     (ValueError, "rounding must be 'once' or 'twice', got 'never'", lambda: RMSNorm(8, rounding="never")),
     (ValueError, "takes no offset", lambda: RMSNorm(8, rounding="twice", offset=1.0)),
     (TypeError, "RMSNorm: offset must be a number, got str", lambda: RMSNorm(4, offset="one")),
-    *((TypeError, f"{norm.__name__}: offset must be a number, got str",
-       lambda norm=norm: norm(X, X[0, 0], offset="one"))
-      for norm in (onepass.layer_norm, onepass.rms_norm)),
     (ValueError, "dim must be ≥ 1, got 0", lambda: WeightedSum(0)),
     (TypeError, "dim must be an int, got float", lambda: WeightedSum(8.0)),
     (ValueError, "num_vectors must be ≥ 1, got 0", lambda: WeightedSum(8, 0)),
     (ValueError, "None or 1 to 16, got 17", lambda: WeightedSum(8, 17)),
     (TypeError, "num_vectors must be an int, got str", lambda: WeightedSum(8, "3")),
-    (ValueError, "weight must be", lambda: WeightedSum(8)(torch.ones(2, 9))),
 ]  # fmt: skip
 
 

@@ -85,17 +85,3 @@ def test_a_graph_repeats_forward_and_backward(window: int | None, causal: bool) 
             expected = torch.autograd.grad(made(x).square().sum(), list(made.parameters()))
             grads = torch.autograd.grad(run(x).square().sum(), list(made.parameters()))
             torch.testing.assert_close(grads, expected, rtol=1e-2, atol=1e-2)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("window", "num_experts"), [(None, 0), (8, 0), (8, 4)])
-@pytest.mark.parametrize("prefilled", [0, 1, 13, 20])
-def test_steps_equal_the_full_forward(window: int | None, num_experts: int, prefilled: int) -> None:
-    made, x = block(window, True, num_experts=num_experts).eval(), tokens(2, N, DIM, dtype=torch.float64)
-    cache = made.new_cache(2, N)
-    parts = [made(x[:, :prefilled], cache=cache)] if prefilled else []
-    parts += [made(x[:, i : i + 1], cache=cache) for i in range(prefilled, N)]
-    torch.testing.assert_close(torch.cat(parts, 1), made(x), rtol=1e-9, atol=1e-9)
-    assert cache.position == N
-    with pytest.raises(ValueError, match=f"max_tokens = {N} tokens, got token {N + 1}: make one with a larger"):
-        made(x[:, :1], cache=cache)
