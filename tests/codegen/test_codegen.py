@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import onepass
 from codegen.conftest import read
 from codegen.launched import GPUS, Launch, on
 from onepass.core.launch import INTERPRET
@@ -161,8 +163,6 @@ def test_the_makefile_brings_the_triton_of_the_budgets() -> None:
 
 def test_every_kernel_is_launched() -> None:
     """A kernel that no call launches would escape the gate."""
-    import onepass
-
     names = [m.name for m in pkgutil.walk_packages(onepass.__path__, "onepass.") if ".kernels" in m.name]
     kernels = {
         f"{name}.{key}" for name in names for key, value in vars(importlib.import_module(name)).items()
@@ -178,3 +178,27 @@ def test_means_of_rows_are_rounded_to_nearest() -> None:
 
     one = _launches("sm_90")["layer_norm bf16 768: forward"]
     assert "div.rn.f32" in one.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_a_row_has_the_same_bits_in_every_lane_and_place() -> None:
+    """The compiler contracts no product of a sum over lanes, in one of two ways: products are explicit, or it may not.
+
+    Of two lanes that add what a shuffle brought to a bare product, one computes fma(x, w, x'·w' rounded), the other
+    fma(x', w', x·w rounded): their copies of the sum differ, and what they store for the next step is a race. Two rows
+    of a thread were contracted differently, so that the last bits depended on the place.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    forward = {name: one for name, one in _launches("sm_90").items() if name.endswith(": forward")}
+    scores = [one for name, one in forward.items() if name.startswith("score ")]
+    sums = [one for name, one in forward.items() if name.startswith("weighted_sum ")]
+    assert [dict(one.options)["enable_fp_fusion"] for one in scores] == [False] * len(scores) != []
+    assert len(sums) > 10
+    with on(GPUS["sm_90"]) as launched:
+        # one column, an odd width, rows that start off 16 bytes
+        for x in (torch.empty(37, 1, device="meta"), torch.empty(37, 7, device="meta"),
+                  torch.empty(4097, device="meta")[1:].view(64, 64)):  # fmt: skip
+            for vectors in (1, 4):
+                onepass.weighted_sum(x, torch.empty(vectors, x.shape[1], device="meta"))
+    for one in (*sums, *launched):
+        assert "mul.f32" not in one.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
