@@ -15,12 +15,11 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.ops.routing.op import add_rows
 from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
-from .branch import begin_backward, steps, to, weight_gradient
+from .branch import add_chosen, begin_backward, steps, to, weight_gradient
 from .choice import Choice, choose, choose_backward, choose_keys, choose_keys_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
@@ -114,9 +113,10 @@ def _runs(
     return light, Runs(there, first, last, *(edges or (None, None)))
 
 
-def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
+def _heads(rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
     """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
-    return rows.view(batch, rows.shape[0] // batch, parts, heads, plan.width)
+    total, columns = rows.shape
+    return rows.view(batch, total // batch, parts, heads, columns // (parts * heads))
 
 
 def _attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -158,19 +158,16 @@ def _attend(
     decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
     batch, scale = at_q.shape[0], 1 / math.sqrt(plan.width)
-    qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
+    qk, light_v = split(_heads(qkv, batch, 3, plan.light_heads))
     apply_rotary(qk, None, BASE, False, qk)
     light, light_lse = _attention(*qk.chunk(2, dim=2), light_v, light_first, light_last, light_mask, scale)
-    query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
-    k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
+    query = _heads(q, batch, 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(kv, batch, 2, plan.heavy_heads).unbind(2)
     apply_rotary(query, at_q, BASE, False, query)
     apply_rotary(k, at_kv, BASE, False, k)
     gated = steps(v).gate(v, gates_kv)
     heavy, heavy_lse = _attention(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
     return light.view(qkv.shape[0], plan.light_heads * plan.width), light_lse, gated, heavy.view(q.shape), heavy_lse
-
-
-_add_chosen = replayed(add_rows)
 
 
 @replayed
@@ -182,32 +179,21 @@ def _attend_backward(
     heavy_last: Tensor, heavy_begin: Tensor | None, heavy_end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
-    scale, batch = 1 / math.sqrt(plan.width), at_q.shape[0]
-
-    def light_rows(rows: Tensor, parts: int) -> Tensor:
-        return _heads(plan, rows, batch, parts, plan.light_heads)
-
-    def heavy_rows(rows: Tensor, parts: int) -> Tensor:
-        return _heads(plan, rows, batch, parts, plan.heavy_heads)
-
-    d_qkv = torch.empty_like(qkv)
-    (qk, light_v), (d_qk, d_light_v) = split(light_rows(qkv, 3)), split(light_rows(d_qkv, 3))
+    scale, batch, near, far = 1 / math.sqrt(plan.width), at_q.shape[0], plan.light_heads, plan.heavy_heads
+    d_qkv, dq, dkv = (torch.empty_like(t) for t in (qkv, q, kv))
+    (qk, light_v), (d_qk, d_light_v) = (split(_heads(t, batch, 3, near)) for t in (qkv, d_qkv))
     (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
+    dy, y = (_heads(t, batch, 1, near).select(2, 0) for t in (d_light, light))
     _attention_backward(
-        light_rows(d_light, 1).select(2, 0), light_q, light_k, light_v, light_rows(light, 1).select(2, 0),
-        light_lse, light_first, light_last, light_mask, scale, (d_light_q, d_light_k, d_light_v),
+        dy, light_q, light_k, light_v, y, light_lse, light_first, light_last, light_mask, scale,
+        (d_light_q, d_light_k, d_light_v),
         None if light_begin is None or light_end is None else (light_begin, light_end),
     )  # fmt: skip
     apply_rotary(d_qk, None, BASE, True, d_qk)
-    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
-    (k, v), (dk, dv), d_query = (
-        heavy_rows(kv, 2).unbind(2),
-        heavy_rows(dkv, 2).unbind(2),
-        heavy_rows(dq, 1).select(2, 0),
-    )
+    (k, v), (dk, dv) = (_heads(t, batch, 2, far).unbind(2) for t in (kv, dkv))
+    dy, y, query, d_query = (_heads(t, batch, 1, far).select(2, 0) for t in (d_heavy, heavy, q, dq))
     _attention_backward(
-        heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
-        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
+        dy, query, k, gated, y, heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
         None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)
@@ -268,7 +254,7 @@ def forward(
     if y is None:
         y = branch.add_residual(x, rows, update, gates_q, at_q, null)
     else:
-        _add_chosen(rows, update, gates_q, at_q, null)
+        add_chosen(rows, update, gates_q, at_q, null)
     return Public(y, at_q, gates_q, at_kv, gates_kv, scores), Saved(
         vectors, stats, state_q, starts, state_kv, within, seen, stats_q, stats_kv, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update, null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w,
@@ -368,5 +354,5 @@ def with_keys(plan: Plan, *tensors: Any) -> tuple[Public, tuple[Tensor, Tensor],
     """Return the same without gradients; rotated keys and values (batch, n, heads, width), light, then heavy ones."""
     public, saved = forward(plan, *tensors)
     batch = len(public.y)
-    _, k, v = _heads(plan, saved.qkv, batch, 3, plan.light_heads).unbind(2)
-    return public, (k, v), (_heads(plan, saved.kv, batch, 2, plan.heavy_heads).select(2, 0), saved.gated)
+    _, k, v = _heads(saved.qkv, batch, 3, plan.light_heads).unbind(2)
+    return public, (k, v), (_heads(saved.kv, batch, 2, plan.heavy_heads).select(2, 0), saved.gated)

@@ -100,6 +100,9 @@ def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
     return torch.empty((steps(like).programs(like, rows), width), dtype=dtype, device=like.device)
 
 
+add_chosen = replayed(add_rows)
+
+
 @replayed
 def add_residual(
     x: Tensor, rows: Tensor, update: Tensor, gates: Tensor, indices: Tensor, shift: Tensor | None

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.ops.routing.op import add_rows
 
 from . import branch
-from .branch import begin_backward, steps, to, weight_gradient
+from .branch import add_chosen, begin_backward, steps, to, weight_gradient
 from .choice import Choice, choose, choose_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
@@ -79,9 +78,6 @@ def _before_products(
     gates, indices, state, starts = choose(scores, mask, plan.choice)
     chosen, chosen_stats = norm_chosen(x, indices, heavy_norm, plan.heavy_eps, plan.dtype)
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
-
-
-_add_chosen = replayed(add_rows)
 
 
 @replayed
@@ -150,7 +146,7 @@ def forward(
     if y is None:
         y = branch.add_residual(x, rows, update, gates, indices, None)
     else:
-        _add_chosen(rows, update, gates, indices)
+        add_chosen(rows, update, gates, indices)
     return Public(y, indices, gates, scores), Saved(
         stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update, up, down, heavy_up,
         heavy_down,

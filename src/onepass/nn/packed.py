@@ -29,7 +29,20 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     The values of `cu_seqlens` must rise from 0 to `total` by at most `max_seqlen`. On a GPU they are not checked, since
     the host would wait for them.
     """
-    check_bounds(caller, cu_seqlens, max_seqlen, device)
+    check.tensor(caller, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{caller}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(f"{caller}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{caller}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
+        raise TypeError(f"{caller}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
+    if max_seqlen is None and not visible(cu_seqlens):
+        raise ValueError(
+            f"{caller}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
+            f"cu_seqlens: on {device}, or when compiled"
+        )
     if visible(cu_seqlens):
         bounds = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in pairwise(bounds)]
@@ -101,24 +114,6 @@ def check_mask(module: str, x: Tensor, mask: Tensor | None, name: str = "mask") 
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{module}: {name} must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
     check.same_device(module, name, mask, "x", x)
-
-
-def check_bounds(module: str, cu_seqlens: Tensor, max_seqlen: int | None, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless these can be the bounds of packed sequences; their values are not read."""
-    check.tensor(module, "cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{module}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"{module}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != device:
-        raise ValueError(f"{module}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
-        raise TypeError(f"{module}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
-    if max_seqlen is None and not visible(cu_seqlens):
-        raise ValueError(
-            f"{module}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
-            f"cu_seqlens: on {device}, or when compiled"
-        )
 
 
 def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -125,16 +125,13 @@ class Router(nn.Module):
         self.check(x, k, mask)
         if takes_whole_rows(self, x):
             return whole_rows(Router, self, x, mask, k=k)  # type: ignore[no-any-return]
-        return self.decide(self.scores(x), k, mask)
+        scores = self.scores(x)
+        if mask is not None and self.num_routes > 1:
+            mask = mask[:, None]
+        return RouterOutput(*decide(scores, mask, self.choice(k, x.shape[1])), scores)
 
     if TYPE_CHECKING:
         __call__ = forward
-
-    def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
-        """Choose and gate by the scores of this router; the caller has checked the arguments."""
-        if mask is not None and self.num_routes > 1:
-            mask = mask[:, None]
-        return RouterOutput(*decide(scores, mask, self.choice(k, scores.shape[-1])), scores)
 
     def choice(self, k: int | float, n: int) -> Choice:
         """Return how this router chooses k of n tokens."""
