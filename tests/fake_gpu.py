@@ -45,7 +45,7 @@ class FakeGpu:
         self.launched.append(args)
 
 
-def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+def counted(function: Callable[..., Any], *state: Callable[[], Any]) -> tuple[Callable[..., Any], list[int]]:
     """`function` with a memory, and how often it ran as written."""
     calls = [0]
 
@@ -53,7 +53,7 @@ def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]
         calls[0] += 1
         return function(*args)
 
-    return replayed(run), calls
+    return replayed(run, *state), calls
 
 
 def scale(gpu: FakeGpu) -> Callable[..., Any]:
@@ -91,10 +91,6 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
-        from onepass.fused import runs
-
-        # runs that a test on a CPU has left have no edges for kernels
-        runs._KEPT.clear()
         Host.launches = 0
         self.written: Counter[str] = Counter()
         none = SimpleNamespace(calls=[])

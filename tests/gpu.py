@@ -1,4 +1,4 @@
-"""Every test marked gpu, in several processes that share the GPU, with a record of the counts: `make gpu`.
+"""Every test marked gpu, in several processes a GPU, with a record of the counts: `make gpu`.
 
 Tests in several processes of their own (tests/sharded) need two GPUs and run side by side: `--sharded`.
 """
@@ -33,19 +33,21 @@ def counts(report: Path) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/gpu.py", description=__doc__)
     parser.add_argument("--record", type=Path, help="write counts, versions and seconds to this JSON file")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes a GPU (%(default)s)")
     parser.add_argument("--sharded", action="store_true", help="tests/sharded alone, on two GPUs or more")
     parser.add_argument("tests", nargs="*", help="files and folders (default: all)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here")
     chosen = args.tests or (["tests/sharded"] if args.sharded else ["tests", "--ignore=tests/sharded"])
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    seen = [""] if args.sharded else [f"//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in given.split(",")]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
-            sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(args.jobs), "--dist", "worksteal",
-            f"--junitxml={report}", *chosen,
+            sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--dist", "worksteal", f"--junitxml={report}", *chosen,
+            *(f"--tx={args.jobs}*popen{one}" for one in seen),
         ]  # fmt: skip
         # one thread each, also to compile: the processes share the cores
         alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

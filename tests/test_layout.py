@@ -16,17 +16,17 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2550, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2558, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3853, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4433, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2548, 2550),
-    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2879, 2800),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2895, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1598, 1000),
-    "layers": ("src/onepass/fused src/onepass/nn", 6303, 5700),
+    "layers": ("src/onepass/fused src/onepass/nn", 6276, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1209, 1150),
     "doctor": ("src/onepass/doctor", 461, 461),
     "train": ("src/onepass/train", 2899, 2900),
-    "tests": ("tests", 20729, 19000),
+    "tests": ("tests", 20720, 19000),
     "measured": ("benchmarks research", 5940, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

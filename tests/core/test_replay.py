@@ -96,6 +96,15 @@ def test_another_layout_is_another_call(gpu: FakeGpu, other: Callable[[Tensor], 
     assert calls == [3]
 
 
+def test_another_state_is_another_call(gpu: FakeGpu) -> None:
+    """As the precision of products, which decides the tiles of attention."""
+    state = [0]
+    run, calls = counted(scale(gpu), lambda: state[0])
+    for state[0] in (0, 0, 0, 1, 1, 1, 0):
+        run(torch.randn(4, 8), None, 0.5)
+    assert calls == [4]
+
+
 CONSTANT = torch.ones(8)
 NEVER: dict[str, dict[str, Callable[..., Any]]] = {
     "a copy is read": {"tensors": lambda x, y: (x.t().contiguous(), y)},

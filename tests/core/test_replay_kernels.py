@@ -133,19 +133,3 @@ def test_modules(module: Callable[[], torch.nn.Module], masked: bool, monkeypatc
         return _with_gradients([routed(x, mask)], [x, *routed.parameters()])
 
     _compare(step, monkeypatch)
-
-
-@pytest.mark.usefixtures("_interpreter")
-def test_attention_whose_products_change_their_precision_before_backward() -> None:
-    """Tiles of keys are others then, and what is known of them."""
-    layer, x = RoutedAttention(16, k_q=3, k_kv=4, heads=1, dim_head=16, window=16), torch.randn(1, 140, 16)
-    found = []
-    try:
-        for later in ("highest", "high"):
-            torch.set_float32_matmul_precision("highest")
-            y = layer(x.requires_grad_())
-            torch.set_float32_matmul_precision(later)
-            found.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -36,7 +36,8 @@ def _at_once(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[An
     """
     dims = list(zip(args, in_dims, strict=True))
     one = (a if not isinstance(a, Tensor) else a[None] if d is None else a.movedim(d, 0)[:1] for a, d in dims)
-    results, places = rules[op](*one)[0]
+    rule = rules[op]
+    results, places = rule(*one)[0]
     of_tensors, given = iter(places), []
     for (a, dim), argument in zip(dims, op._schema.arguments, strict=True):
         place = next(of_tensors) if "Tensor" in str(argument.type) else None
@@ -101,6 +102,7 @@ def bind(
     inference: Callable[..., Any] | None = None,
     check: Callable[..., None] = lambda *args: None,
     replay: bool = False,
+    state: Callable[[], Any] | None = None,
     native: Callable[..., Any] | None = None,
     rows: bool = False,
 ) -> Callable[..., Any]:
@@ -126,6 +128,7 @@ def bind(
             continues with the kernels if it returns None.
         rows: rows may have any number of dimensions: torch.vmap makes one call, as if along one more they were sharded.
         replay: replay calls of known layouts; `forward` and `backward` must launch by `core.launch.launch` alone.
+        state: what else their launches depend on, as `replayed` has it.
     """
 
     gradients = outside_autocast(gradients)
@@ -140,7 +143,7 @@ def bind(
 
     def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
         function = outside_autocast(function)
-        return replayed(function) if replay else function
+        return replayed(function, state) if replay else function
 
     forward, backward = prepared(checked(forward)), prepared(backward)
 

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from torch import Tensor
 
 from .bind import bind
+from .launch import replayed
 from .register import register, register_fake, there
 from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
 
@@ -97,14 +98,17 @@ def operator(
             found.append((grads, [None if given[a] is None else at[a] for a in back if a in at]))
         return found
 
-    forward_op = register(registered or name, forward, ways)
+    def direct(function: Callable[..., Any]) -> Callable[..., Any]:
+        return replayed(function, bound.get("state")) if bound.get("replay") else function
+
+    forward_op = register(registered or name, direct(forward), ways)
 
     @register_fake(forward_op)
     def _(*args: Any) -> Any:
         (check_fake or check)(*args)
         return fake(*args)
 
-    backward_op = register(f"{registered or name}_backward", backward, ways_back, len(needs))
+    backward_op = register(f"{registered or name}_backward", direct(backward), ways_back, len(needs))
 
     def like_arguments(*args: Any) -> Any:
         given = zip((args[back.index(a)] for a in graded), args[-len(needs) :] if needs else of, strict=True)

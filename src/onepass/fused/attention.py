@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,28 +90,21 @@ class Saved:
 
 
 def _runs(
-    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str,
-    like: Tensor | None = None,
-) -> tuple[Runs, Runs]:  # fmt: skip
-    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries.
-
-    With `like`, a tensor of heads, they have the edges that backward needs.
-    """
+    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan
+) -> tuple[Runs, Runs]:
+    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries."""
     n = tokens.shape[1]
     if is_fake(tokens):
         # attention without memory reads none, and a symbolic size has no hash
-        none = Runs(None, at_q, at_q, None, None)
+        none = Runs(None, at_q, at_q)
         return none, none
-    queries = tokens.device, plan.dtype, plan.width, precision
-    light = runs_of(neighbours, (n, plan.window, plan.causal), n, queries)._replace(mask=mask)
+    light = runs_of(neighbours, (n, plan.window, plan.causal), tokens.device)._replace(mask=mask)
     exist = mask is None and not (plan.causal and n % plan.window)
     there = None if exist else at_kv >= 0
     if seen is None:
-        sizes = at_q.shape[1], at_kv.shape[1]
-        return light, runs_of(whole, sizes, sizes[1], queries)._replace(mask=there)
+        return light, runs_of(whole, (at_q.shape[1], at_kv.shape[1]), tokens.device)._replace(mask=there)
     first, last = seen.unbind()
-    edges = None if like is None else span.edges(like, first, last, at_kv.shape[1])
-    return light, Runs(there, first, last, *(edges or (None, None)))
+    return light, Runs(there, first, last)
 
 
 def _heads(rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
@@ -146,16 +140,16 @@ def _before_products(
     )  # fmt: skip
 
 
-@replayed
+# the precision of fp32 products decides the tiles of attention
+@partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend(
-    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
+    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
     light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
     heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
-    qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
-    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
+    qkv, q and kv are rows of products, and so are the attentions' results.
     """
     batch, scale = at_q.shape[0], 1 / math.sqrt(plan.width)
     qk, light_v = split(_heads(qkv, batch, 3, plan.light_heads))
@@ -170,13 +164,12 @@ def _attend(
     return light.view(qkv.shape[0], plan.light_heads * plan.width), light_lse, gated, heavy.view(q.shape), heavy_lse
 
 
-@replayed
+@partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend_backward(
     d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
     gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    precision: str, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
-    light_begin: Tensor | None, light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor,
-    heavy_last: Tensor, heavy_begin: Tensor | None, heavy_end: Tensor | None,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
+    heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
     scale, batch, near, far = 1 / math.sqrt(plan.width), at_q.shape[0], plan.light_heads, plan.heavy_heads
@@ -187,14 +180,12 @@ def _attend_backward(
     _attention_backward(
         dy, light_q, light_k, light_v, y, light_lse, light_first, light_last, light_mask, scale,
         (d_light_q, d_light_k, d_light_v),
-        None if light_begin is None or light_end is None else (light_begin, light_end),
     )  # fmt: skip
     apply_rotary(d_qk, None, BASE, True, d_qk)
     (k, v), (dk, dv) = (_heads(t, batch, 2, far).unbind(2) for t in (kv, dkv))
     dy, y, query, d_query = (_heads(t, batch, 1, far).select(2, 0) for t in (d_heavy, heavy, q, dq))
     _attention_backward(
         dy, query, k, gated, y, heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
-        None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)
     apply_rotary(dk, at_kv, BASE, True, dk)
@@ -235,7 +226,6 @@ def forward(
     heavy_out_w: Tensor,
 ) -> tuple[Public, Saved]:  # fmt: skip
     """Return the results, and what backward needs."""
-    precision = torch.get_float32_matmul_precision()
     vectors = torch.cat((vector_q, vector_kv))
     weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
     (
@@ -244,10 +234,10 @@ def forward(
     ) = _before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
     qkv = torch.mm(tokens, qkv_w.t())
-    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision)
+    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     light, light_lse, gated, heavy, heavy_lse = _attend(
-        qkv, q, kv, gates_kv, at_q, at_kv, plan, precision, *light_runs[:3], *heavy_runs[:3]
+        qkv, q, kv, gates_kv, at_q, at_kv, plan, *light_runs, *heavy_runs
     )
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
@@ -267,9 +257,9 @@ def backward_products(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of normed tokens, queries, keys, of both gates, explore_grad, and those of the weights."""
     need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
-    need_v, dim, precision = need_vector_q or need_vector_kv, dy.shape[-1], torch.get_float32_matmul_precision()
+    need_v, dim = need_vector_q or need_vector_kv, dy.shape[-1]
     need_gates = need_x or need_v
-    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan, precision, saved.gated)
+    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan)
     grads: list[Tensor | None] = [None] * 6
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:
@@ -295,7 +285,7 @@ def backward_products(
     del dy, du
     d_qkv, dq, dkv, d_gates_kv = _attend_backward(
         d_light, saved.qkv, saved.light, saved.light_lse, d_heavy, saved.q, saved.kv, saved.gated, saved.heavy,
-        saved.heavy_lse, gates_kv, at_q, at_kv, plan, precision, *light_runs, *heavy_runs,
+        saved.heavy_lse, gates_kv, at_q, at_kv, plan, *light_runs, *heavy_runs,
     )  # fmt: skip
     del saved.qkv, saved.light, d_light
     gradient(2, dq, saved.chosen_q)

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.ops.span_attention import op as span
-
 
 def neighbours(
     n: int, window: int, causal: bool, device: torch.device, packed: Sequence[Tensor] | None = None
@@ -37,14 +35,6 @@ class Runs(NamedTuple):
     mask: Tensor | None  # (batch, keys) bool
     first: Tensor  # (1 or batch, queries) int32
     last: Tensor
-    begin: Tensor | None  # begin and end: `span_attention.op.edges`; None where no kernel needs them, or not yet known
-    end: Tensor | None
-
-
-Make = Callable[..., tuple[Tensor, Tensor]]
-# device, dtype, width of a head, and precision of fp32 matrix products (torch.get_float32_matmul_precision): the
-# precision decides the tiles, and the tiles decide the edges
-Queries = tuple[torch.device, torch.dtype, int, str]
 
 
 # tensors by what they follow from, the oldest first; the next ones to be made push the oldest out
@@ -70,20 +60,13 @@ def kept(
         # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
         # mode, because autograd can't save tensors made in it
         with torch.inference_mode(False):
-            value = tuple(None if t is None else t.to(device) for t in make(torch.device("cpu")))
+            value = tuple(t.to(device) for t in make(torch.device("cpu")))
         if len(_KEPT) >= _MOST:
             _KEPT.pop(next(iter(_KEPT)), None)
         _KEPT[key] = value
     return value
 
 
-def runs_of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
-    """Return the runs that `make` makes of these sizes, `neighbours` or `whole`, with their edges."""
-    device, dtype, width, _ = queries
-
-    def runs(where: torch.device) -> Runs:
-        first, last = (t[None] for t in make(*sizes, where))
-        like = torch.empty(width, dtype=dtype, device=device)
-        return Runs(None, first, last, *(span.edges(like, first, last, keys) or (None, None)))
-
-    return Runs(*kept((make, sizes, keys, queries), device, runs))
+def runs_of(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> Runs:
+    """Return the runs that `make` makes of these sizes, `neighbours` or `whole`."""
+    return Runs(None, *kept((make, sizes, device), device, lambda on: tuple(t[None] for t in make(*sizes, on))))

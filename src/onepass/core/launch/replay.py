@@ -233,12 +233,12 @@ def _one_start(tensors: list[Tensor]) -> bool:
     return len(set(starts)) < len(starts)
 
 
-def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = None) -> Callable[..., Any]:
     """Return `function` with replay: it repeats calls on CUDA tensors of known layouts without running `function`.
 
     The positional arguments are tensors, None and hashable values; the first that is not None is a tensor. `function`
     returns tensors that it allocated, or a tuple of such tensors and None, and launches kernels by
-    `core.launch.launch` alone, where the recorder sees them.
+    `core.launch.launch` alone, where the recorder sees them. `state()` is what else the launches depend on.
     """
     if not REPLAY:
         return function
@@ -254,6 +254,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             plans[key] = plan
         return out
 
+    @functools.wraps(function)
     def run(*args: Any) -> Any:
         first = args[0]
         if first is None:
@@ -261,7 +262,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if not _on_gpu(first) or is_recording():
             # an outer recorder must see this call's launches
             return function(*args)
-        key = _layouts(args)
+        key = _layouts(args) if state is None else (*_layouts(args), state())
         plan = plans.get(key)
         if plan is not None:
             out = plan(args)

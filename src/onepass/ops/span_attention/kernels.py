@@ -271,6 +271,41 @@ def keys_kernel(
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["n", "tiles"])
+def askers_kernel(
+    first_ptr,  # (rows, n) int32, never decreasing
+    last_ptr,
+    begin_ptr,  # (rows, 2·tiles) int32
+    end_ptr,
+    n,
+    tiles,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the queries whose runs end, and begin, at or before the first key of each tile, then its last.
+
+    That of the last tile may lie beyond the keys: the tile then counts as seen in part, which is right.
+    """
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.where(tile < tiles, tile * BLOCK_K, (tile - tiles + 1) * BLOCK_K - 1)
+    first_ptr += tl.program_id(1).to(tl.int64) * n
+    last_ptr += tl.program_id(1).to(tl.int64) * n
+    begin = tl.zeros((BLOCK,), tl.int32)
+    end = begin
+    # both bisections at once, as each step waits for memory
+    step = 1 << 30
+    while step > 0:
+        if step <= n:
+            ended = tl.load(last_ptr + begin + step - 1, mask=begin <= n - step, other=2147483647) <= key
+            begun = tl.load(first_ptr + end + step - 1, mask=end <= n - step, other=2147483647) <= key
+            begin += tl.where(ended, step, 0)
+            end += tl.where(begun, step, 0)
+        step //= 2
+    at = tl.program_id(1).to(tl.int64) * 2 * tiles + tile
+    tl.store(begin_ptr + at, begin, mask=tile < 2 * tiles)
+    tl.store(end_ptr + at, end, mask=tile < 2 * tiles)
+
+
 def precision(dtype: torch.dtype) -> str:
     """Return `input_precision` of tl.dot: that of torch's matrix products, with three TF32 parts for full fp32."""
     if dtype != torch.float32 or torch.version.hip is not None:
@@ -311,18 +346,16 @@ def forward(
     return out, lse
 
 
-def askers(first: Tensor, last: Tensor, m: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return begin and end for `keys_kernel`, (rows, 2·tiles) each: which queries see each tile of keys.
+def askers(first: Tensor, last: Tensor, m: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return begin and end for `keys_kernel`, (rows, 2·tiles) each: which queries see each tile of `block` keys.
 
     The queries from begin[:tiles] up to end[tiles:] see some of the tile; those from begin[tiles:] up to end[:tiles]
     see all of it.
     """
-    _, block, *_ = shape("keys", width, dtype, precision(dtype))
-    # the last tile's last key may lie beyond m: the tile then counts as seen in part, which is right and saves a clamp
-    kind: Any = {"device": first.device, "dtype": torch.int32}
-    edges = torch.cat((torch.arange(0, m, block, **kind), torch.arange(block - 1, m + block - 1, block, **kind)))
-    edges = edges.expand(len(first), -1).contiguous()
-    return tuple(torch.searchsorted(t.contiguous(), edges, right=True, out_int32=True) for t in (last, first))  # type: ignore[return-value]
+    (rows, n), tiles = first.shape, cdiv(m, block)
+    begin, end = (torch.empty((rows, 2 * tiles), dtype=torch.int32, device=first.device) for _ in range(2))
+    launch(askers_kernel, (cdiv(2 * tiles, 128), rows, 1), (first, last, begin, end), (n, tiles), (block, 128))
+    return begin, end
 
 
 def backward(
@@ -337,12 +370,8 @@ def backward(
     mask: Tensor | None,
     scale: float,
     grads: tuple[Tensor, Tensor, Tensor],
-    edges: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Write dq, dk, dv into `grads`: rows of (heads, width) with any row stride, the same for dk and dv.
-
-    `edges` is the result of :func:`askers`; None: compute it here.
-    """
+    """Write dq, dk, dv into `grads`: rows of (heads, width) with any row stride, the same for dk and dv."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
     dq, dk, dv = grads
@@ -357,7 +386,7 @@ def backward(
         constants, **options,
     )  # fmt: skip
     _, block_k, constants, options = _constants("keys", unit, width, mask, q.dtype)
-    begin, end = edges or askers(first, last, m, width, q.dtype)
+    begin, end = askers(first, last, m, block_k)
     launch(
         keys_kernel, (cdiv(m, block_k), batch * heads, 1),
         (dout, q, k, v, lse, delta, first, last, mask, begin, end, dk, dv),

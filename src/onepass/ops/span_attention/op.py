@@ -191,12 +191,8 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor, last: Tensor,
     mask: Tensor | None, scale: float, grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    edges: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor.
-
-    `edges` as :func:`edges`.
-    """
+    """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor."""
     grads = (_like(q), _like(k), _like(v)) if grads is None else grads
     if not uses_triton(q):
         found = definition.backward(dout, q, k, v, out, lse, first, last, mask, scale)
@@ -210,18 +206,8 @@ def backward(
         # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), scale, grads, edges)
+        _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), scale, grads)
     return grads
-
-
-def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:
-    """Return the queries that see each tile of m keys, which `backward` computes otherwise; None without kernels.
-
-    `like` has the width and dtype of the queries. For callers whose runs repeat, or that replay the rest.
-    """
-    if not uses_triton(like) or not m or not first.numel():
-        return None
-    return _kernels().askers(*_runs(first, last), m, like.shape[-1], like.dtype)  # type: ignore[no-any-return]
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -239,8 +225,9 @@ def _ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) 
 
 
 _call, forward_op, backward_op = operator(
-    "span_attention", forward, backward, ("out", "lse"), fake=_fake, ways=_ways, of=("q", "k", "v")
-)
+    "span_attention", forward, backward, ("out", "lse"), fake=_fake, ways=_ways, of=("q", "k", "v"), replay=True,
+    state=torch.get_float32_matmul_precision,
+)  # fmt: skip
 
 
 def span_attention(
