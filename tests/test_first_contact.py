@@ -9,7 +9,6 @@ import onepass
 from onepass import nn
 from onepass.__main__ import main
 from onepass.doctor import facts
-from onepass.ops.span_attention.op import span_attention
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["generate"]])
@@ -21,16 +20,11 @@ def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixtu
     assert "onepass " + " ".join(command) in examples
 
 
-X, Q = torch.randn(2, 64, 32), torch.randn(2, 64, 2, 4)
-SPAN = torch.zeros(64, dtype=torch.int64)
+X = torch.randn(2, 64, 32)
 MASKED = {
-    "soft_topk": lambda mask: onepass.soft_topk(X[..., 0], 4, mask=mask),
     "topk": lambda mask: onepass.topk(X[..., 0], 4, mask=mask),
-    "coor_descent": lambda mask: onepass.coor_descent(X[..., 0], n_iters=2, k=4, mask=mask),
-    "span_attention": lambda mask: span_attention(Q, Q, Q, SPAN, SPAN, mask=mask),
-    "Router": lambda mask: nn.Router(32)(X, 4, mask),
     "RoutedBlock": lambda mask: nn.RoutedBlock(32, k=4, heads=2, dim_head=16)(X, mask),
-    "CausalRouter": lambda mask: nn.CausalRouter(32)(X, 4, mask),
+    "Experts": lambda mask: nn.Experts(32, 4)(X, mask),
 }
 
 
@@ -57,7 +51,6 @@ def test_doctor_names_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("RMSNorm", "; it is onepass.nn.RMSNorm"),
         ("Lion", "; it is onepass.optim.Lion"),
-        ("clip_grad_norm", "; it is onepass.optim.clip_grad_norm"),
         ("layernorm", ""),
         ("__wrapped__", ""),
     ],

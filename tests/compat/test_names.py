@@ -18,15 +18,12 @@ from onepass.compat.lion_pytorch import Lion, update_fn
 from onepass.compat.triton_transformer import layernorm
 
 
-def test_the_exercises_function_is_weighted_sum() -> None:
+def test_the_exercises_function_is_weighted_sum_of_one_vector() -> None:
     x, w = torch.randn(2, 3, 64, requires_grad=True), torch.randn(64, requires_grad=True)
     y, expected = WeightedSumFunc.apply(x, w), onepass.weighted_sum(x, w)
     assert torch.equal(y, expected)
     dy = torch.randn_like(y)
     assert all(map(torch.equal, *(torch.autograd.grad(out, (x, w), dy) for out in (y, expected))))
-
-
-def test_a_matrix_of_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight must be a vector \(D,\), got \(2, 7\)"):
         WeightedSumFunc.apply(torch.randn(5, 7), torch.randn(2, 7))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from onepass import expert_order
 from onepass.nn import (
     CausalRouter,
     Experts,
@@ -49,11 +50,16 @@ def on_meta(layer: nn.Module, part: str) -> nn.Module:
 
 
 CHOICE = Router(16)(X, 4)
+OPTIONS: list[dict[str, Any]] = [{"causal": True, "window": window, **HEADS} for window in (4, 8)]
+BLOCKS = [[RoutedBlock(16, 0.5, **options), TransformerBlock(16, **options)] for options in OPTIONS]
 ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # layers
     *((ValueError, f"{type(block).__name__}: cache and cu_seqlens exclude each other",
        lambda block=block: block(X[0], cu_seqlens=torch.tensor([0, 9]), cache=block.new_cache(1)))
-      for block in (RoutedBlock(16, 0.5, causal=True, **HEADS), TransformerBlock(16, causal=True, **HEADS))),
+      for block in BLOCKS[0]),
+    *((ValueError, f"{type(block).__name__}: the cache is of a block with window = 8, this one's is 4",
+       lambda block=block, other=other: block(X[:, :1], cache=other.new_cache(2)))
+      for block, other in zip(*BLOCKS, strict=True)),
     *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
       for name in ("Routed", "RoutedFeedForward", "RoutedAttention")
       for k, error in ((0, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
@@ -110,8 +116,10 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"num_experts": 0}, ValueError, "num_experts must be ≥ 1, got 0"),
         ({"activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
         ({"score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
+        ({"balance_rate": -1}, ValueError, "balance_rate must be a finite number ≥ 0, got -1"),
         ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"))),
     (ValueError, r"Experts: x must be \(…, dim = 16\), got \(2, 9, 4\)", lambda: Experts(16, 2)(X[..., :4])),
+    (ValueError, "order: num_experts must be ≥ 1, got 0", lambda: expert_order(torch.zeros(2, 2).int(), 0)),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),

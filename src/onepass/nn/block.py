@@ -108,16 +108,14 @@ class RoutedBlock(Block):
         return x, BlockRouting(attention, feed_forward)
 
     @torch.no_grad()
-    def cached(
-        self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool
-    ) -> tuple[Tensor, BlockRouting | None]:
+    def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read one more token of each sequence, or a prompt; kernels return no routing."""
         self.check_decodes()
         # all that can be refused, before a cache changes
         self.attention.check(x)
         check_dtype("RoutedBlock", x, self.attention.light.qkv)
         check_mask("RoutedBlock", x, mask)
-        with cache.reading(x, mask):
+        with cache.reading(self, x, mask):
             kernels = self._fits_kernels(x)
             if x.shape[1] == 1 and not return_routing and kernels:
                 cache.attention.begin_window(self.attention)

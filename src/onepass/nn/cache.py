@@ -375,18 +375,21 @@ class BlockCache(_Cache):
     attention: Any
     feed_forward: Any
 
-    def __init__(
-        self, attention: AttentionCache | KeyCache, feed_forward: ChoiceCache | None, owns_clock: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, attention: Any, feed_forward: Any, window: int | None, owns_clock: bool) -> None:
         super().__init__(attention.clock)
-        self.attention, self.feed_forward, self.owns_clock = attention, feed_forward, owns_clock
+        self.attention, self.feed_forward, self.window, self.owns_clock = attention, feed_forward, window, owns_clock
         if owns_clock:
             del self.__dict__["clock"]
             self.clock = attention.clock
 
     @contextmanager
-    def reading(self, x: Tensor, mask: Tensor | None) -> Iterator[None]:
-        """Count tokens (batch, n, dim) that are read meanwhile, unless the model does."""
+    def reading(self, block: Any, x: Tensor, mask: Tensor | None) -> Iterator[None]:
+        """Count tokens (batch, n, dim) that the block reads meanwhile, unless the model does."""
+        if self.window != (window := block.attention.window):
+            raise ValueError(
+                f"{type(block).__name__}: the cache is of a block with window = {self.window}, this one's is {window}: "
+                "pass what its own new_cache returned"
+            )
         if self.owns_clock:
             self.clock.begin(x, mask)
         yield
@@ -422,8 +425,8 @@ class Block(Layer):
         Raises:
             TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward
                 is another one.
-            ValueError: the block is not causal, or a size is < 1. In a call: the cache is full or of another batch, or
-                a prompt comes after other tokens.
+            ValueError: the block is not causal, or a size is < 1. In a call: the cache is full, of another batch or of
+                a block with another window, or a prompt comes after other tokens.
 
         Example:
             >>> import torch
@@ -438,7 +441,7 @@ class Block(Layer):
         check_size(type(self).__name__, "max_tokens", max_tokens)
         self.check_decodes()
         owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, next(self.parameters()).device)
-        return BlockCache(*self.caches(clock), owns_clock)
+        return BlockCache(*self.caches(clock), self.attention.window, owns_clock)  # type: ignore[union-attr, arg-type]
 
     def check_decodes(self) -> None:
         """Raise unless steps can compute what the full forward computes."""

@@ -15,7 +15,7 @@ from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import ACTIVATIONS, experts
 from onepass.ops.norm.op import rms_norm
 
-from .count import check_flag, check_number, check_size
+from .count import check_dtype, check_flag, check_number, check_size
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Experts(nn.Module):
         if shared_dim != 0:
             check_size("Experts", "shared_dim", shared_dim)
         check_flag("Experts", "norm_topk", norm_topk)
-        check_number("Experts", "balance_rate", balance_rate)
+        check_number("Experts", "balance_rate", balance_rate, "a finite number ≥ 0", lambda r: 0 <= r < math.inf)
         if top_k > num_experts:
             raise ValueError(f"Experts: top_k must be ≤ num_experts = {num_experts}, got {top_k}")
         for name, value, known in (
@@ -166,18 +166,15 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, ExpertRouting]:
-        check.tensor("Experts", "x", x)
+        check.floating("Experts", "x", x)
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(f"Experts: x must be (…, dim = {self.dim}), got {tuple(x.shape)}")
-        if x.dtype != self.up.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"Experts: x is {x.dtype} and the weights are {self.up.dtype}; convert one of them, as in "
-                f"layer.to({x.dtype}), or call it under torch.autocast({x.device.type!r})"
-            )
+        check_dtype("Experts", x, self.up)
         if mask is not None:
             arguments.boolean("Experts", mask, "real token")
             if mask.shape != x.shape[:-1]:
                 raise ValueError(f"Experts: mask must be {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
+            check.same_device("Experts", "mask", mask, "x", x)
             # 0·NaN is NaN in a weight's gradient
             x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
         matrices: list[Any] = [self.up, self.down, self.gate]

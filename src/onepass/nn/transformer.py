@@ -196,11 +196,9 @@ class TransformerBlock(Block):
         return y.view(x.shape), routing
 
     @torch.no_grad()
-    def cached(
-        self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool
-    ) -> tuple[Tensor, ExpertRouting | None]:
+    def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read one more token of each sequence, or a prompt."""
-        with cache.reading(x, mask):
+        with cache.reading(self, x, mask):
             return self.composed(x, mask, None, cache.attention)
 
     def composed(

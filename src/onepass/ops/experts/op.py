@@ -13,6 +13,7 @@ from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
 from onepass.core.register import register, register_fake
 from onepass.core.sharding import PARTIAL, REPLICATE, Way
+from onepass.ops._shared import arguments
 
 ACTIVATIONS = ("gelu", "swiglu")
 
@@ -253,5 +254,6 @@ def expert_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         >>> onepass.expert_order(torch.tensor([[1, 0], [0, 2]]), 3)[1:]
         (tensor([1, 2, 0, 3], dtype=torch.int32), tensor([2, 3, 4], dtype=torch.int32))
     """
+    arguments.whole("expert_order", "num_experts", num_experts, 1)
     _check_indices("expert_order", indices, num_experts)
     return (_order if plain(indices) else order_op)(indices, num_experts)  # type: ignore[no-any-return]
