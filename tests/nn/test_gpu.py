@@ -9,8 +9,8 @@ from torch import Tensor
 from nn.layers import first, tokens
 from onepass.nn import CausalRouter, RoutedFeedForward, Router
 from onepass.nn.local_attention import neighbours
-from onepass.ops.span_attention.definition import reference, rotate
-from onepass.ops.span_attention.op import rotary_attention, span_attention
+from onepass.ops.span_attention.definition import reference
+from onepass.ops.span_attention.op import span_attention
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,33 +33,21 @@ def _mask(n: int) -> Tensor:
     ("dtype", "width"),
     [*((dtype, 64) for dtype in DTYPES), *((torch.bfloat16, width) for width in (16, 40, 128)), (torch.float32, 40)],
 )
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_local_windows_of_several_tiles(dtype: torch.dtype, width: int, causal: bool, masked: bool) -> None:
-    n = 700
-    qkv = torch.randn(2, n, 3, 2, width, device="cuda").to(dtype).requires_grad_()
-    first, last = neighbours(n, 100, causal, qkv.device)
-    mask = _mask(n) if masked else None
-    y = rotary_attention(qkv, first, last, mask=mask)
-    dy = torch.randn_like(y)
-    ours = y, *torch.autograd.grad(y, qkv, dy)
-    exact = qkv.detach().double().requires_grad_()
-    z = reference(*map(rotate, exact[:, :, :2].unbind(2)), exact[:, :, 2], first, last, mask=mask)
-    assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefixes_of_different_rows(dtype: torch.dtype) -> None:
-    """The shape of causal routing: each query sees the first few of one list of keys."""
-    q, k, v = (torch.randn(2, n, 3, 64, device="cuda").to(dtype).requires_grad_() for n in (300, 530, 530))
-    last = torch.randint(0, 531, (2, 300), device="cuda").sort(-1).values
-    y = span_attention(q, k, v, torch.zeros_like(last), last)
+@pytest.mark.parametrize("spans", ["windows", "masked windows", "causal windows", "masked causal windows", "prefixes"])
+def test_attention_over_several_tiles(dtype: torch.dtype, width: int, spans: str) -> None:
+    """Prefixes have the shape of causal routing: each query sees the first few of one list of keys."""
+    n, m = (300, 530) if spans == "prefixes" else (700, 700)
+    q, k, v = (torch.randn(2, size, 3, width, device="cuda").to(dtype).requires_grad_() for size in (n, m, m))
+    last = torch.randint(0, m + 1, (2, n), device="cuda").sort(-1).values
+    first, mask = torch.zeros_like(last), _mask(m) if "masked" in spans else None
+    if spans != "prefixes":
+        first, last = neighbours(n, 100, "causal" in spans, q.device)
+    y = span_attention(q, k, v, first, last, mask=mask)
     dy = torch.randn_like(y)
     ours = y, *torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
-    again = torch.autograd.grad(y, (q, k, v), dy)
-    assert all(torch.equal(a, b) for a, b in zip(ours[1:], again, strict=True))
+    assert all(map(torch.equal, ours[1:], torch.autograd.grad(y, (q, k, v), dy)))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    z = reference(*exact, torch.zeros_like(last), last)
+    z = reference(*exact, first, last, mask=mask)
     assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
 
 

@@ -68,14 +68,15 @@ def test_exploring_adds_what_its_formula_says_to_the_vector_alone(masked: bool) 
     router = layer.router
     mask = torch.arange(50) < torch.tensor([[50], [23], [1]]) if masked else None
     if mask is not None:
-        dy = dy * mask[..., None]
+        # what comes in for padding teaches nothing
+        dy = dy.masked_fill(~mask[..., None], torch.nan)
     with_it = _exploring(layer, x, dy, mask)
     router.explore = 0.0
     without = _exploring(layer, x, dy, mask)
     router.explore = 0.1
     assert torch.equal(with_it[0], without[0])
     # every sixth token: 50 tokens, 8 chosen
-    size = dy.norm(dim=-1)[:, ::6]
+    size = dy.nan_to_num().norm(dim=-1)[:, ::6]
     real = torch.ones_like(size) if mask is None else mask[:, ::6].double()
     push = -0.1 * 6 * real * (size - (size * real).sum(1, keepdim=True) / real.sum(1, keepdim=True))
     (expected,) = torch.autograd.grad((push * router.scores(x[:, ::6])).sum(), router.weight)
@@ -94,17 +95,6 @@ def test_exploring_is_for_training_and_leaves_the_output_alone() -> None:
     layer.router.explore = 0.0
     assert torch.equal(measured[1], _exploring(layer, x, dy)[1])
     assert not torch.equal(measured[1], trained[1])
-
-
-def test_exploring_learns_nothing_from_the_gradient_of_padding() -> None:
-    router, x, dy = Router(DIM), torch.randn(3, 50, DIM), torch.randn(3, 50, DIM)
-    mask = torch.arange(50) < torch.tensor([[50], [23], [1]])
-    grads = []
-    for filler in (0.0, torch.nan):
-        y = explore(2 * x.clone().requires_grad_(), x, router, 8, mask)
-        grads += torch.autograd.grad(y, router.weight, dy.masked_fill(~mask[..., None], filler))
-    assert grads[0].any()
-    assert torch.equal(*grads)
 
 
 def test_exploring_under_transforms_and_a_compiler() -> None:
