@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
@@ -143,6 +144,19 @@ def gradients(
         [o for o, _ in pairs], [inputs[k] for k in keys], [g for _, g in pairs], allow_unused=True
     )
     return dict(zip(keys, grads, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """Notes the registered operators of ours that are called, and their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "onepass":
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
 
 
 def close(actual: Tensor, expected: Tensor, rtol: float, atol: float, what: str) -> None:

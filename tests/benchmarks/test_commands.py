@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from bench_fakes import FakeTimer
-from benchmarks import cases, decoding
+from benchmarks import decoding
 from benchmarks.bench.records import read
 from benchmarks.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
-from benchmarks.bench.session import installed
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.report import page
@@ -131,13 +130,6 @@ def test_cases_for_a_cpu_run_there(case: Case) -> None:
     assert not [r.impl for r in results if any(word in r.impl for word in ("liger", "quack", "triton", "graph"))]
     missing = {"lion-pytorch", "colt5-attention", "entmax", "torchsort"}
     assert {r.note for r in results if r.status == MISSING} <= missing
-
-
-def test_rivals_are_declared_by_import_name() -> None:
-    rivals = cases.rivals({folder for folder, _ in DECLARED})
-    assert rivals["lion_pytorch"] == "lion-pytorch"
-    assert set(installed(rivals)) <= set(rivals.values())
-    assert "unknown version" not in installed(rivals).values()
 
 
 def test_prompts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:

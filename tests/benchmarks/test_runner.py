@@ -12,7 +12,7 @@ from benchmarks.bench import runner
 from benchmarks.bench.compare import disagreement
 from benchmarks.bench.records import record
 from benchmarks.bench.runner import DISAGREES, FAILED, OK
-from benchmarks.case import Definition, Prepared, backward_of, upstream
+from benchmarks.case import Definition, Prepared
 
 
 def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:
@@ -50,13 +50,6 @@ def test_a_definition_judges_ours_too() -> None:
     assert record(found["onepass"], 1.0)["error"] == pytest.approx(1e-5, rel=0.01)
     strict = results(case(lambda: {"definition": Definition(right.double), **impls}, check=1e-6))
     assert (strict["onepass"].status, strict["nothing"].error) == (DISAGREES, None)
-
-
-def test_backward_of_gives_gradients_again_and_again() -> None:
-    x = torch.randn(3, requires_grad=True)
-    call = backward_of(lambda: (x**2, x.detach()), (x,)).build()
-    for _ in range(2):
-        torch.testing.assert_close(call()[0], 2 * x.detach() * upstream(x)[0])
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")

@@ -45,13 +45,9 @@ def cpu_timer(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     return CpuTimer(measure_ms=1.0, copy_bytes=1 << 22)
 
 
-def test_cpu_time_is_the_median_of_the_calls_alone(cpu_timer: CpuTimer, clock: Clock) -> None:
+def test_cpu_times_are_medians_of_the_calls_alone_which_take_turns(cpu_timer: CpuTimer, clock: Clock) -> None:
     seconds = itertools.chain([0.002, 0.003, 0.5], itertools.repeat(0.004))
     assert cpu_timer.us(lambda: clock.sleep(next(seconds))) == pytest.approx(4000)
-    assert cpu_timer.host_us(lambda: clock.sleep(0.002)) == pytest.approx(2000)
-
-
-def test_cpu_implementations_take_turns(cpu_timer: CpuTimer, clock: Clock) -> None:
     order: list[str] = []
 
     def take(name: str, seconds: float) -> None:

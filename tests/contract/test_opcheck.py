@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import DEVICES, SPECS, build, floats, gradients, largest_small, maker
+from harness import DEVICES, SPECS, Calls, build, floats, gradients, largest_small, maker
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import expert_order, experts
@@ -20,19 +19,6 @@ from onepass.ops.experts.op import expert_order, experts
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 
 Make = Callable[..., Tensor]
-
-
-class Calls(TorchDispatchMode):
-    """Notes the last arguments of every registered operator that is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[Any, tuple[Any, ...]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "onepass":
-            self.found[func] = args
-        return func(*args, **(kwargs or {}))
 
 
 def _sample(spec: Any, name: str, needs: str, make: Make) -> None:
@@ -82,7 +68,7 @@ RUNS = {name: (run, slow) for name, run, slow in _runs()}
 def test_opcheck(name: str, device: str) -> None:
     with Calls() as calls:
         RUNS[name][0](maker(device, torch.float32))
-    for op, args in calls.found.items():
+    for op, args in dict(calls.found).items():
         needs = "backward" not in str(op)
         opcheck(op, tuple(
             a.detach().clone().requires_grad_(needs and a.requires_grad) if isinstance(a, Tensor) else a for a in args
@@ -95,4 +81,4 @@ def test_every_operator_is_checked() -> None:
             run(maker("cpu", torch.float32))
     registered = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("onepass::")}
     # those of whole layers: tests/fused/test_operators.py
-    assert {n for n in registered if "routed" not in n} == {op._name for op in calls.found}
+    assert {n for n in registered if "routed" not in n} == {op._name for op, _ in calls.found}

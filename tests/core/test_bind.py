@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness import Calls
 from onepass import layer_norm, rms_norm, weighted_sum
 from onepass.core.garbage import collected, no_collection
 from onepass.core.launch import INTERPRET
@@ -70,22 +70,6 @@ def test_compiled_norms_have_forward_mode_derivatives() -> None:
     torch.testing.assert_close((y, dy), expected)
 
 
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
-
-
-class _Calls(TorchDispatchMode):
-    """Names of the onepass ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "onepass":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 BATCHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weighted_sum": weighted_sum,
     "vectors": lambda x, w: weighted_sum(x, torch.stack([w, 2 * w])),
@@ -95,7 +79,7 @@ BATCHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@no_interpreter
+@pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("shape", [(5, 2, 3, 8), (5, 8), (5, 0, 8)])
 @pytest.mark.parametrize("dim", [0, 1])
@@ -103,15 +87,15 @@ def test_one_call_for_the_whole_batch(name: str, shape: tuple[int, ...], dim: in
     call, batch, w = BATCHED[name], torch.randn(shape), torch.randn(8)
     rows = batch.movedim(0, dim) if dim < len(shape) - 1 else batch
     dim = dim if dim < len(shape) - 1 else 0
-    with _Calls() as calls:
+    with Calls() as calls:
         y = torch.vmap(call, in_dims=(dim, None))(rows, w)
-    assert len(calls.names) == 1
+    assert len(calls.found) == 1
     torch.testing.assert_close(y, torch.stack([call(x, w) for x in batch]))
 
     grad = torch.func.grad(lambda x: call(x, w).square().sum())
-    with _Calls() as calls:
+    with Calls() as calls:
         dx = torch.vmap(grad, in_dims=dim)(rows)
-    assert len(calls.names) == 2
+    assert len(calls.found) == 2
     torch.testing.assert_close(dx, torch.stack([grad(x) for x in batch]))
 
 

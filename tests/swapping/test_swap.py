@@ -236,33 +236,14 @@ def test_copies_and_pickles() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [16, 768, 4096, 5120, 16384, 65536])
-def test_on_a_gpu(width: int, dtype: torch.dtype) -> None:
-    model = shuffle(nn.ModuleList([nn.LayerNorm(width), nn.RMSNorm(width), FooRMSNorm(width, offset=1.0)]))
-    model.to("cuda", dtype)
-    x = torch.randn(8, width, device="cuda", dtype=dtype)
-    want = [m(x) for m in model]
-    state = torch.cuda.get_rng_state()
-    assert len(swap(model, strict=True).exchanged) == 3
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    fp32 = torch.finfo(torch.float32).eps
-    eps = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
-    for m, y in zip(model, want, strict=True):
-        # the sums' orders differ, and their error grows as the root of the width; 16 bits: two spacings
-        scale = y.float().abs().amax()
-        bound = 2 * eps * y.float().abs() + 8 * width**0.5 * fp32 * scale
-        assert bool(((m(x).float() - y.float()).abs() <= bound).all())
-
-
-@pytest.mark.gpu
 def test_dtypes_under_autocast_on_a_gpu() -> None:
-    """torch's LayerNorm returns fp32 there, ours the dtype of x."""
+    """torch's LayerNorm returns fp32 there, ours the dtype of x. The check takes none of the GPU's random numbers."""
     norm = nn.LayerNorm(16, device="cuda")
     x = torch.randn(2, 16, device="cuda", dtype=torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
-        want = norm(x)
+        want, state = norm(x), torch.cuda.get_rng_state()
         swap(norm, strict=True)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
         got = norm(x)
     assert (want.dtype, got.dtype) == (torch.float32, torch.bfloat16)
     torch.testing.assert_close(got.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-5)
