@@ -90,35 +90,6 @@ def _() -> None:
     compare(onepass.weighted_sum, [wide(5, 7), wide(4, 7)], [[R], [Shard(0)]], out=[Shard(1)])
 
 
-BESIDE: dict[str, tuple[tuple[int, ...], dict[str, Placements]]] = {
-    "()": ((), {"0": [R], "1": [R], "last": [R]}),
-    "(6,)": ((6,), {"0": [R], "1": [Shard(0)], "last": [R]}),
-    "(5,1)": ((5, 1), {"0": [Shard(0)], "1": [R], "last": [R]}),
-    "(5,6)": ((5, 6), {"0": [Shard(0)], "1": [Shard(1)], "last": [R]}),
-}
-
-
-@many(
-    "soft_topk",
-    {"k": [None, *BESIDE], "eps": [None, "(5,6)"], "mask": [None, (6, 7), (5, 1, 7)], "place": ["0", "1"]},
-)
-def _(k: str | None, eps: str | None, mask: tuple[int, ...] | None, place: str) -> None:
-    def vector(name: str | None) -> tuple[Tensor | None, Placements]:
-        if name is None:
-            return None, [R]
-        shape, where = BESIDE[name]
-        return torch.rand(shape, dtype=torch.float64) + 1.5, where[place]
-
-    of_k, of_eps = vector(k), vector(eps)
-    of_mask = None if mask is None else torch.rand(mask) < 0.8
-
-    def call(s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None) -> Tensor:
-        return onepass.soft_topk(s, 2.5 if k is None else k, eps=0.5 if eps is None else eps, mask=mask)
-
-    places = [PLACES[place], of_k[1], of_eps[1], [R]]
-    compare(call, [wide(5, 6, 7), of_k[0], of_eps[0], of_mask], places, out=PLACES[place])
-
-
 @many("scores sharded along the sequence", {"op": ["soft_topk", "coor_descent", "topk"], "n": [64, 65], "rows": [1, 4]})
 def _(op: str, n: int, rows: int) -> None:
     calls: dict[str, Callable[[Tensor], Any]] = {
@@ -144,24 +115,36 @@ def _() -> None:
     compare(scatter_add, tensors, [[Shard(1)], [Shard(2)], [R], [R]], out=[Shard(1)])
 
 
-OTHERS: dict[str, tuple[Callable[..., Any], int]] = {
-    "layer_norm": (onepass.layer_norm, 1),
-    "stable layer_norm": (lambda x: onepass.layer_norm(x, stable=True), 1),
-    "rms_norm": (lambda x, r: onepass.rms_norm(x, residual=r), 2),
-    "soft_topk": (lambda s: onepass.soft_topk(s, 3), 1),
-    "coor_descent": (lambda s: onepass.coor_descent(s, n_iters=4, k=3), 1),
-    "topk": (lambda s: onepass.topk(s, 3), 1),
+# shapes of the arguments: those of x are placed as x is, the others are whole
+X, W = (5, 6, 7), (7,)
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "layer_norm": (onepass.layer_norm, [X, W, W]),
+    "stable layer_norm": (lambda x: onepass.layer_norm(x, stable=True), [X]),
+    "rms_norm": (lambda x, r: onepass.rms_norm(x, residual=r), [X, X]),
+    "weighted_sum": (onepass.weighted_sum, [X, W]),
+    "soft_topk": (lambda s, k: onepass.soft_topk(s, k.abs() + 1), [X, (5, 1)]),
+    "coor_descent": (lambda s: onepass.coor_descent(s, n_iters=4, k=3), [X]),
+    "topk": (lambda s: onepass.topk(s, 3), [X]),
 }
+PAIRS = {
+    "0 and 1": [Shard(0), Shard(1)], "1 and 0": [Shard(1), Shard(0)], "0 and 0": [Shard(0), Shard(0)],
+    "0 and whole": [Shard(0), R], "whole and 1": [R, Shard(1)], "0 and last": [Shard(0), Shard(2)],
+    "last and 1": [Shard(2), Shard(1)], "sum and whole": [Partial(), R],
+}  # fmt: skip
 
 
-@many("upstream gradients sharded otherwise", {"op": list(OTHERS), "x": [0, 1], "up": [0, 1], "n": [7, 64]})
-def _(op: str, x: int, up: int, n: int) -> None:
+@many("upstream gradients sharded otherwise", {"op": list(CALLS), "x": [0, 1], "up": [0, 1]})
+def _(op: str, x: int, up: int) -> None:
     # torch may then move what the forward pass kept: it must be placed as it says
-    call, inputs = OTHERS[op]
-    if op == "layer_norm":
-        compare(call, [wide(5, 6, n), wide(n)], [[Shard(x)], [R]], upstream=[Shard(up)])
-    else:
-        compare(call, [wide(5, 6, n)] * inputs, [[Shard(x)]] * inputs, upstream=[Shard(up)])
+    call, shapes = CALLS[op]
+    compare(call, [wide(*s) for s in shapes], [[Shard(x)] if s == X else [R] for s in shapes], upstream=[Shard(up)])
+
+
+@many("meshes of two dimensions", {"op": list(CALLS), "place": list(PAIRS)})
+def _(op: str, place: str) -> None:
+    call, shapes = CALLS[op]
+    on = mesh(2, dist.get_world_size() // 2)
+    compare(call, [wide(*s) for s in shapes], [PAIRS[place] if s == X else [R, R] for s in shapes], on)
 
 
 @many("upstream gradients sharded otherwise: attention, score", {"x": [0, 1, 2], "up": [0, 1, 2]})
@@ -192,28 +175,3 @@ def _() -> None:
     x = distribute_tensor(wide(4, 6).to(mesh().device_type), mesh(), [Shard(0)])
     with pytest.raises(RuntimeError, match=r"onepass\.norm"):
         onepass.rms_norm(x, wide(6).to(x.device))
-
-
-PAIRS = {
-    "0 and 1": [Shard(0), Shard(1)], "1 and 0": [Shard(1), Shard(0)], "0 and 0": [Shard(0), Shard(0)],
-    "0 and whole": [Shard(0), R], "whole and 1": [R, Shard(1)], "0 and last": [Shard(0), Shard(2)],
-    "last and 1": [Shard(2), Shard(1)], "sum and 0": [Partial(), Shard(0)],
-}  # fmt: skip
-
-
-@many("meshes of two dimensions", {"op": ["layer_norm", "weighted_sum", "soft_topk", "topk"], "place": list(PAIRS)})
-def _(op: str, place: str) -> None:
-    world = dist.get_world_size()
-    on = mesh(2, world // 2)
-    p = PAIRS[place]
-    if isinstance(p[0], Partial):
-        p = [Partial(), R]
-    if op == "layer_norm":
-        compare(onepass.layer_norm, [wide(5, 6, 7), wide(7), wide(7)], [p, [R, R], [R, R]], on)
-    elif op == "weighted_sum":
-        compare(onepass.weighted_sum, [wide(5, 6, 7), wide(7)], [p, [R, R]], on)
-    elif op == "soft_topk":
-        k = torch.rand(5, 1, dtype=torch.float64) + 1
-        compare(onepass.soft_topk, [wide(5, 6, 7), k], [p, [R, R]], on)
-    else:
-        compare(lambda s: onepass.topk(s, 3), [wide(5, 6, 7)], [p], on)

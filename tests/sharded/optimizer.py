@@ -109,14 +109,23 @@ def check_states(whole_one: Lion, sharded: Lion) -> None:
             assert torch.equal(whole(value).reshape(s[key].shape).to(s[key].dtype), s[key]), key
 
 
-PLACES = {"0": [Shard(0)], "1": [Shard(1)], "whole": [R]}
+# how parameters are placed, on a mesh of one dimension or two, and how their gradients are
+WHERE: dict[str, tuple[Placements, Placements | None]] = {
+    "0": ([Shard(0)], None), "1": ([Shard(1)], None), "whole": ([R], None),
+    "0, a sum": ([Shard(0)], [Partial()]), "0, whole": ([Shard(0)], [R]), "0, 1": ([Shard(0)], [Shard(1)]),
+    "whole, a sum": ([R], [Partial()]), "whole, 1": ([R], [Shard(1)]), "whole, 0": ([R], [Shard(0)]),
+    "0 and 1": ([Shard(0), Shard(1)], None), "0 and whole": ([Shard(0), R], None),
+    "whole and 0": ([R, Shard(0)], None), "0 and 0": ([Shard(0), Shard(0)], None),
+}  # fmt: skip
 
 
-@many("steps", {"state": [*STATES], "place": [*PLACES]})
-def _(state: str, place: str) -> None:
-    a, b = make(state), make(state, mesh(), PLACES[place])
+@many("steps", {"state": [*STATES], "where": [*WHERE]})
+def _(state: str, where: str) -> None:
+    placements, gradients = WHERE[where]
+    on = mesh() if len(placements) == 1 else mesh(2, dist.get_world_size() // 2)
+    a, b = make(state), make(state, on, placements)
     train(*a, range(3))
-    train(*b, range(3))
+    train(*b, range(3), gradients)
     check_equal(a, b)
     if not (device_type() == "cuda" and a[1].defaults["cautious"]):
         check_states(a[1], b[1])
@@ -135,17 +144,6 @@ def _() -> None:
         if coded:
             state = optimizer.state[p]
             assert state["exp_avg"].to_local().numel() == 256 * state["exp_avg_scale"].to_local().numel()
-
-
-GRADIENTS = {"sum": [Partial()], "whole": [R], "1": [Shard(1)], "0": [Shard(0)]}
-
-
-@many("placements of gradients", {"state": ["fp32", "remainder"], "place": ["0", "whole"], "gradient": [*GRADIENTS]})
-def _(state: str, place: str, gradient: str) -> None:
-    a, b = make(state), make(state, mesh(), PLACES[place])
-    train(*a, range(2))
-    train(*b, range(2), GRADIENTS[gradient])
-    check_equal(a, b)
 
 
 @case("clipping of partial gradients")
@@ -218,6 +216,17 @@ def _(state: str) -> None:
         check_equal(a, b)
 
 
+@case("a checkpoint of whole tensors, whose remainders are int16, on shards")
+def _() -> None:
+    a, b = make("remainder"), make("remainder", mesh(), [Shard(0)])
+    train(*a, range(3))
+    path = saved(*a, "whole")
+    train(*a, range(3, 5))
+    load(*b, path)
+    train(*b, range(3, 5))
+    check_equal(a, b)
+
+
 @many("full state dict", {"state": ["int8", "int8 remainder"]})
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
@@ -251,22 +260,6 @@ def _(state: str) -> None:
     check_equal(a, b)
 
 
-@case("an older sharded checkpoint, with int16")
-def _() -> None:
-    a = make("remainder", mesh(), [Shard(0)])
-    train(*a, range(3))
-    p, s = get_state_dict(*a)
-    for name, state in s["state"].items():
-        state["remainder"] = a[1].state[dict(a[0].named_parameters())[name]]["remainder"]
-        assert state["remainder"].dtype == torch.int16
-    dcp.save({"p": p, "s": s}, checkpoint_id=folder("old"))
-    train(*a, range(3, 5))
-    b = make("remainder", mesh(), [Shard(0)])
-    load(*b, folder("old"))
-    train(*b, range(3, 5))
-    check_equal(a, b)
-
-
 @many("fully_shard", {"state": ["remainder", "int8 remainder"]})
 def _(state: str) -> None:
     a, model = make(state), make(state)[0]
@@ -276,14 +269,3 @@ def _(state: str) -> None:
     train(*a, range(3))
     train(*b, range(3))
     check_equal(a, b)
-
-
-@many("meshes of two dimensions", {"state": ["fp32", "remainder", "int8", "cautious"]})
-def _(state: str) -> None:
-    on = mesh(2, dist.get_world_size() // 2)
-    a = make(state)
-    train(*a, range(3))
-    for placements in ([Shard(0), Shard(1)], [Shard(0), R], [R, Shard(0)], [Shard(0), Shard(0)]):
-        b = make(state, on, placements)
-        train(*b, range(3))
-        check_equal(a, b)
