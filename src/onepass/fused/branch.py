@@ -142,11 +142,10 @@ def begin_backward(
         way.column_sums(d_update, partials, offsets[3])
     if partials is not None and not (widths[0] or widths[2]):
         partials = way.total(partials)
-    explore_grad = None
-    if need_explore:
-        scale = -plan.explore_weight * plan.explore_stride
-        explore_grad = way.explore_gradient(dy, mask, plan.explore_stride, scale)
-    return copy, partials, d_update, d_gates, explore_grad
+    if not need_explore:
+        return copy, partials, d_update, d_gates, None
+    scale = -plan.explore_weight * plan.explore_stride
+    return copy, partials, d_update, d_gates, way.explore_gradient(dy, mask, plan.explore_stride, scale)
 
 
 def to(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -85,13 +85,13 @@ def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
 ) -> tuple[Tensor | None]:  # fmt: skip
-    """Overwrite the gradient of each GELU's output with that of its input; return the sums of all partials."""
+    """Overwrite the gradient of each GELU's output with that of its input; return sums with hidden ones, else None."""
     way = steps(u)
     if heavy_dh is not None:
         way.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
     if dh is not None:
         way.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
-    return (None if partials is None else way.total(partials),)
+    return (way.total(partials) if partials is not None and (widths[0] or widths[2]) else None,)
 
 
 @replayed
@@ -188,6 +188,7 @@ def backward_products(
         dh = torch.mm(dy, saved.down)
     del dy
     (sums,) = _gelu_backward(saved.u, dh, saved.heavy_u, heavy_dh, partials, widths, offsets)
+    sums = partials if sums is None else sums
     del saved.u, saved.heavy_u
     if heavy_dh is not None:
         if need_weights[4]:
