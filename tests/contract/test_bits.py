@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from harness import CPU_DTYPES, GPU_DTYPES, SPECS, maker
+from harness import CPU_DTYPES, DEVICES, GPU_DTYPES, SPECS, maker
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice.op import causal_choice
 
@@ -109,15 +109,12 @@ def modes(f: Function, x: Tensor) -> None:
         return seen[-1]
 
     with set_checkpoint_early_stop(False):
-        first = next(t for t in _tensors(checkpoint(noted, leaf, use_reentrant=False)) if t.requires_grad)
+        out = checkpoint(noted, leaf, use_reentrant=False)
+        first = next(t for t in ([out] if isinstance(out, Tensor) else out) if t.requires_grad)
     first.sum().backward()
     assert len(seen) == 2
     for out in seen:
         same(out, y, slice(None), "a checkpoint")
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else list(out)
 
 
 def compiled(f: Function, x: Tensor, backend: str) -> None:
@@ -215,11 +212,9 @@ def test_any_rows_anywhere(p: Problem, data: st.DataObject) -> None:
     same(f(at_offset(padded(x[order], p.more), p.offset)), y, order, "picked")
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_causal_choice_depends_on_its_sequence(device: str) -> None:
-    rows, n = (3, 160) if INTERPRET else (5, 600)
+    rows, n = (2, 96) if INTERPRET else (5, 600)
     scores = rows_of(device, torch.float32, rows, n)
     options = {"eps": 0.3, "block": 16, "memory": 64}
     all_rows = causal_choice(scores, n // 10, **options)

@@ -86,22 +86,6 @@ def test_exchanged(name: str, dtype: torch.dtype, rows: tuple[int, ...]) -> None
     torch.testing.assert_close(*grads, rtol=100 * fp32, atol=1000 * fp32)
 
 
-@pytest.mark.parametrize("name", ["RoutedFeedForward", "RoutedAttention"])
-def test_a_fused_layer_obeys_the_offset(name: str) -> None:
-    """The fused nodes multiply by the weight alone, so they step aside."""
-    feed_forward = name == "RoutedFeedForward"
-    options = {"k": 2} if feed_forward else {"k_q": 2, "k_kv": 2, "heads": 1, "dim_head": 8}
-    layer = getattr(onepass.nn, name)(8, **options)
-    other = copy.deepcopy(layer)
-    for m in other.modules():
-        if isinstance(m, onepass.nn.RMSNorm):
-            m.offset = 1.0
-            with torch.no_grad():
-                m.weight -= 1
-    x = torch.randn(1, 8, 8)
-    torch.testing.assert_close(other(x), layer(x))
-
-
 def test_everything_else_stays() -> None:
     model = shuffle(Tiny()).bfloat16().eval()
     model.c.weight.requires_grad_(False)

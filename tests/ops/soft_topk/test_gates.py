@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import onepass
+from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.op import KINDS
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @ALL_KINDS
 def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, device: str) -> None:
     """A threshold that lies between two fp32 numbers is told from the nearer one: small gates keep their digits."""
@@ -32,7 +33,7 @@ def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, d
         assert not y[:, m:].any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @ALL_KINDS
 def test_float32_threshold_nearer_to_the_number_above_every_score(kind: str, device: str) -> None:
     """The nearer of two fp32 numbers is known after a look between them; that look is no step of Newton's."""
@@ -205,7 +206,6 @@ def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.Mon
 many_passes = pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # two of each kind of row in every run, four more in the slow one
 SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 48))]
 
