@@ -157,29 +157,29 @@ def step(layer: str, case: str, mode: str) -> str:
 
 
 def budgets() -> dict[str, str]:
-    """Bits of each family's best model, means over seeds, by its name and seconds; tables of the last bytes apart."""
-    found = runs.load(ROOT / "benchmarks/results/h200/budget")
-    assert {(run.task, run.n) for run, _ in found} == {("next", 8192)}
-    return {
-        f"{family}{seconds:.0f}{'grams' * grams}": f"{fmean(record['bits'] for _, record in seeds):.3f}"
-        for grams in (False, True)
-        for (_, _, seconds), best in runs.best(pair for pair in found if (pair[0].grams > 0) == grams).items()
-        for family, seeds in best.items()
-    }
+    """Bits, means over seeds, of families' best models, by family, seconds and what sets a model apart."""
+    found: dict[str, list[Any]] = {}
+    for run, record in runs.load(ROOT / "benchmarks/results/h200/budget"):
+        apart = [name for name in ("n", "width", "chosen", "grams") if getattr(run, name) != getattr(runs.Run, name)]
+        found.setdefault("".join([f"{run.family}{run.seconds:.0f}", *apart]), []).append((run, record))
+    best = {name: next(iter(of.values())) for name, pairs in found.items() for of in runs.best(pairs).values()}
+    return {name: f"{fmean(record['bits'] for _, record in seeds):.3f}" for name, seeds in best.items()}
 
 
 def budget() -> Iterable[str]:
     told = "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, "
-    yield (told + "routed blocks {routed60}; after 200 s {experts200} and {global200} (two seeds)").format(**budgets())
+    later = "; after 200 s {experts200} and {global200} (two seeds); after 600 s {experts600} and {global600}, but "
+    yield (told + "routed blocks {routed60}" + later + "{global600width} at d 512 without").format(**budgets())
 
 
 def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
     page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
     for told in (
-        "**{experts60}** | **{experts200}** |",
-        "{global60} | {global200} |",
+        "**{experts60}** | **{experts200}** | {experts600} |",
+        "{global60} | {global200} | {global600} | | d 512, 6 blocks, without | 8.1 | 2053 | | | **{global600width}** |",
         "dense blocks reach {dense60}, windows alone {windows60}, routed blocks {routed60}.",
         "{global60grams} without experts, {experts60grams} with",
+        "{experts60n} with experts ({experts200n} after 200 s), {global60n} without, {global60nchosen} where",
     ):
         assert told.format(**budgets()) in page
 
