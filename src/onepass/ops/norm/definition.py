@@ -54,6 +54,10 @@ QUANTIZE = (None, "row", "block")
 NONE = (False, False, False, 0, None, True)
 
 
+# y, s, e4m3 codes, scales and statistics; or the gradients of x, gate, weight and bias, and that of x in a second dtype
+Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 class Needs(NamedTuple):
     """Which gradients are needed: of x, the residual or both; of the gate, weight and bias."""
 

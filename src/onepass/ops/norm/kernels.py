@@ -168,23 +168,16 @@ def add_residual(x, r_ptr, s_ptr, offsets, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: tl.constexpr):
-    """Load (N_COLS,) as a tile of equal rows, in the layout of x: a 1-D load would need a layout conversion."""
-    offsets = tl.zeros((BLOCK_R,), tl.int32)[:, None] + cols[None, :]
-    return load(ptr, offsets, offsets < N_COLS, MASKED)
-
-
-@triton.jit
 def load_weight(
     ptr, entries, cols, mask, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, TABLE: tl.constexpr, MASK_COLS: tl.constexpr
 ):
     """Load the weights of a tile's columns: (N_COLS,) for all rows, or of a table each row's own entry."""
-    if not TABLE:
-        v = load_vector(ptr, cols, N_COLS, BLOCK_R, MASK_COLS)
-    elif BLOCK_R > 1 or MASK_COLS:
-        v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :], mask=mask, other=0.0)
+    if TABLE:
+        v = load(ptr + (entries * N_COLS)[:, None], cols[None, :], mask, BLOCK_R > 1 or MASK_COLS)
     else:
-        v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :])
+        # a tile of equal rows, in the layout of x: a 1-D load would need a layout conversion
+        offsets = tl.zeros((BLOCK_R,), tl.int32)[:, None] + cols[None, :]
+        v = load(ptr, offsets, offsets < N_COLS, MASK_COLS)
     return v
 
 
@@ -412,14 +405,14 @@ def forward_kernel(
 
 
 @triton.jit
-def mark(n, hit):
-    """Write a condition into the lowest bit of n: it costs no register and half an fp32 rounding."""
-    return ((n.to(tl.int32, bitcast=True) & -2) | hit.to(tl.int32)).to(tl.float32, bitcast=True)
+def mark(n, bit):
+    """Write 0 or 1 into the lowest bit of n: it costs no register and half an fp32 rounding."""
+    return ((n.to(tl.int32, bitcast=True) & -2) | bit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def marked(n):
-    """Return the condition that `mark` wrote: 0 or 1."""
+    """Return what `mark` wrote."""
     return n.to(tl.int32, bitcast=True) & 1
 
 
@@ -537,7 +530,7 @@ def backward_kernel(
                 n -= mean[:, None]
             n *= rstd[:, None]
             if STABLE:
-                n = mark(n, hit)
+                n = mark(n, hit.to(tl.int32))
             if AFTER & GATE:
                 if dz_ptr is not None:
                     t = n

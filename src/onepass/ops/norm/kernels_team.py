@@ -15,7 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import SIZES, add_pairs
+from onepass.ops._shared.kernels_memory import load, store
+
+from .kernels import SIZES, add_pairs, mark
 
 # number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
@@ -37,12 +39,6 @@ def low_half(words):
 @triton.jit
 def high_half(words):
     return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def with_parity(x, parity):
-    """Return x with the parity as its lowest bit, which costs half an fp32 rounding."""
-    return ((x.to(tl.int32, bitcast=True) & -2) | parity).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,31 +87,9 @@ def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, COOPERATIVE: 
 
 
 @triton.jit
-def load_part(ptr, cols, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_LIVE: tl.constexpr):
-    """Load a part of a row in its own dtype; zero beyond the width and in rows that do not exist."""
-    if ALL_LIVE and not MASKED:
-        x = tl.load(ptr + cols)
-    else:
-        x = tl.load(ptr + cols, mask=cols < tl.where(live, N_COLS, 0), other=0.0)
-    return x
-
-
-@triton.jit
 def gain(w, offset, HAS_MEAN: tl.constexpr):
     """Return the factor of n in fp32: w, for rms_norm w + offset."""
-    w = w.to(tl.float32)
-    if not HAS_MEAN:
-        w += offset
-    return w
-
-
-@triton.jit
-def store_part(ptr, cols, value, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_LIVE: tl.constexpr):
-    value = value.to(ptr.dtype.element_ty)
-    if ALL_LIVE and not MASKED:
-        tl.store(ptr + cols, value)
-    else:
-        tl.store(ptr + cols, value, mask=cols < tl.where(live, N_COLS, 0))
+    return w.to(tl.float32) if HAS_MEAN else w.to(tl.float32) + offset
 
 
 @triton.jit(do_not_specialize=["n_words"])
@@ -158,8 +132,9 @@ def team_backward_kernel(
     COOPERATIVE: tl.constexpr,
 ):
     """Per phase: read R rows, publish partials, add to dw and db in registers; write dx of LAG phases ago."""
-    MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
-    ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
+    MASK_COLS: tl.constexpr = N_COLS % BLOCK_C != 0
+    # a phase may lie before the first row or behind the last
+    MASKED: tl.constexpr = MASK_COLS or LAG > 0 or R > 1
     SLOT: tl.constexpr = R * TEAM
     team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, COOPERATIVE)
     words_ptr += team * (4 * SLOT)
@@ -167,7 +142,7 @@ def team_backward_kernel(
     dw = tl.zeros((BLOCK_C,), tl.float32)
     db = tl.zeros((BLOCK_C,), tl.float32)
     if w_ptr is not None:
-        w = load_part(w_ptr, cols, True, N_COLS, MASKED, True)
+        w = load(w_ptr, cols, cols < N_COLS, MASK_COLS)
     old_xs = ()
     old_dys = ()
     if LAG:
@@ -184,8 +159,8 @@ def team_backward_kernel(
             live = row < n_rows
             x_row = x_ptr + row * x_row_stride * VEC
             dy_row = dy_ptr + row * dy_row_stride * VEC
-            xs = xs + (load_part(x_row, cols, live, N_COLS, MASKED, ALL_LIVE),)
-            dys = dys + (load_part(dy_row, cols, live, N_COLS, MASKED, ALL_LIVE),)
+            xs = xs + (load(x_row, cols, cols < tl.where(live, N_COLS, 0), MASKED),)
+            dys = dys + (load(dy_row, cols, cols < tl.where(live, N_COLS, 0), MASKED),)
         parity = parity_of(turn)
         slot = words_ptr + (turn & 3) * SLOT
         ns = ()
@@ -211,7 +186,7 @@ def team_backward_kernel(
             else:
                 a = tl.sum(g * n, 0)
                 c = a
-            tl.atomic_xchg(slot + k * TEAM + member, pair(with_parity(a, parity), c), sem="relaxed")
+            tl.atomic_xchg(slot + k * TEAM + member, pair(mark(a, parity), c), sem="relaxed")
             ns = ns + (n,)
             gs = gs + (g,)
             rstds = rstds + (rstd,)
@@ -255,8 +230,10 @@ def team_backward_kernel(
             dx = g * rstd + (n * slope + shift)
             if ds_ptr is not None:
                 ds_row = ds_ptr + row * ds_row_stride * VEC
-                dx += load_part(ds_row, cols, live, N_COLS, MASKED, ALL_LIVE).to(tl.float32)
-            store_part(dx_ptr + row * N_COLS, cols, dx, live, N_COLS, MASKED, ALL_LIVE)
+                dx += load(ds_row, cols, cols < tl.where(live, N_COLS, 0), MASKED).to(tl.float32)
+            dx_row = dx_ptr + row * N_COLS
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            store(dx_row, cols, dx, cols < tl.where(live, N_COLS, 0), MASKED)
         turn += 1
 
     if NEED_W or NEED_B:

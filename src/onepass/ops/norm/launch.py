@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.launch import (
-    INTERPRET,
-    aligned,
-    as_rows,
-    cdiv,
-    even_rows,
-    launch,
-    next_power_of_2,
-    sm_count,
-)
+from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, even_rows, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
-from .definition import Needs, Options, Table
+from .definition import Needs, Options, Results, Table
 from .kernels import backward_kernel, forward_kernel, wide_forward_kernel
 from .kernels_team import team_backward_kernel, zeros_kernel
 
@@ -290,28 +281,15 @@ def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -
     return team._replace(cooperative=team.size >= 32)
 
 
-# gradients of x, gate, weight and bias, and that of x in a second dtype
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
 @functools.cache
-def _shared_memory_of(index: int) -> int:
-    return getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
+def _gpu(index: int) -> tuple[int, bool]:
+    shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
+    return shared, torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
 
 
-def _shared_memory(x: Tensor) -> int:
-    """Return the bytes of shared memory that a program may use."""
-    return _shared_memory_of(x.device.index) if x.is_cuda else 232448
-
-
-@functools.cache
-def _has_e4m3_on(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
-
-
-def _has_e4m3(x: Tensor) -> bool:
-    """Return whether the GPU rounds to e4m3 in one instruction."""
-    return x.is_cuda and _has_e4m3_on(x.device.index)
+def _about(x: Tensor) -> tuple[int, bool]:
+    """Return a program's bytes of shared memory, and whether the GPU rounds to e4m3 in one instruction."""
+    return _gpu(x.device.index) if x.is_cuda else (232448, False)
 
 
 def _rows(t: Tensor | None, n_cols: int, even: bool = False) -> tuple[Tensor | None, int]:
@@ -356,7 +334,7 @@ def _has_options(gate: Tensor | None, table: Table, options: Options) -> bool:
 def forward(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, table: Table,
     options: Options, keep: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> Results:  # fmt: skip
     """Return y, s = x + residual, e4m3 codes, their scales and the statistics; None for those that are not wanted.
 
     Statistics (1 to 3, ...) may be None unless `keep`.
@@ -377,7 +355,7 @@ def forward(
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scales_shape = (*x.shape[:-1], n_cols // 128 if options.quantize == 2 else 1)
         scales = torch.empty(scales_shape, dtype=torch.float32, device=x.device)
-        stored_codes = codes.view(torch.float8_e4m3fn) if _has_e4m3(x) else codes
+        stored_codes = codes.view(torch.float8_e4m3fn) if _about(x)[1] else codes
     vec = math.gcd(8, n_cols)
     one_program = in_one_program(n_cols, itemsize, options.has_mean)
     # the kernel for wide rows always stores statistics: their cost is small beside a wide row
@@ -420,14 +398,14 @@ def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, st
     n_cols = x.shape[-1]
     if n_cols <= MAX_BACKWARD_COLS:
         return True
-    team = backward_team(n_cols, itemsize, 2, _shared_memory(x))
+    team = backward_team(n_cols, itemsize, 2, _about(x)[0])
     return gate is None and not stable and table.entries == 1 and _teams_run(x, team.size)
 
 
 def backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, table: Table, options: Options, x_dtype: torch.dtype, needs: Needs,
-) -> Gradients:  # fmt: skip
+) -> Results:  # fmt: skip
     """Return dx, dz, dw and db in the dtypes of x, gate, weight and bias, and dx in `x_dtype`; None if not needed."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
@@ -451,13 +429,13 @@ def backward(
     strides = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows)
     needed = (dw is not None, db is not None)
     n_read = 2 + (ds is not None) + (gate is not None)
-    entries = table.entries
+    entries, shared = table.entries, _about(x)[0]
     if in_team:
-        team = backward_team(n_cols, itemsize, n_read, _shared_memory(x))
+        team = backward_team(n_cols, itemsize, n_read, shared)
         programs = team.teams(n_rows, sm_count(x))
     else:
         tile = backward_tile(
-            n_cols, itemsize, n_read, _shared_memory(x), options.stable, max(sums, bias is not None),
+            n_cols, itemsize, n_read, shared, options.stable, max(sums, bias is not None),
             _gate_constant(gate, options), entries,
         )  # fmt: skip
         programs = min(max(1, tile.per_sm * sm_count(x) // entries), cdiv(n_rows // entries, tile.rows))

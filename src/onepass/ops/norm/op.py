@@ -20,7 +20,7 @@ from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 from onepass.ops._shared.arguments import accumulator
 
 from . import definition
-from .definition import NONE, QUANTIZE, Needs, Options, Table, table
+from .definition import NONE, QUANTIZE, Needs, Options, Results, Table, table
 
 _launch = functools.cache(lambda: import_module(".launch", __package__))
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
@@ -128,9 +128,6 @@ def check_arguments(
     if o.dtype is not None and (o.dtype not in check.FLOATS or (o.dtype == torch.float64 and x.dtype != o.dtype)):
         accepted = "float32, float16 or bfloat16 (float64 for float64 x)"
         raise ValueError(f"{op}: out_dtype must be {accepted}, got {o.dtype}")
-
-
-Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table:
