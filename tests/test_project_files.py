@@ -78,19 +78,3 @@ def test_a_release_fills_in_where_it_is(tmp_path: Path) -> None:
     assert "of-7.8.9" not in text
     for wrong in (["7.9", url], ["7.9.0", "owner/name"]):
         assert subprocess.run([*command, *wrong], capture_output=True, check=False).returncode == 1
-
-
-def test_every_promise_names_its_test() -> None:
-    """docs/reliability.md: each row of its first three tables names tests that exist, a target or a record."""
-    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
-    rows = [line for line in page.partition("## Versions")[0].splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not row.startswith("| promise ")]
-    assert len(rows) > 15
-    for row in rows:
-        folder = ROOT
-        for name in re.findall(r"`(tests/[\w/.]+|test_\w+\.py)`", row):
-            # a bare name stands beside the one before it
-            path = ROOT / name if "/" in name else folder / name
-            assert path.exists(), f"{name}: {row}"
-            folder = path.parent
-        assert folder != ROOT or "`make " in row or "(../benchmarks/results/" in row, row

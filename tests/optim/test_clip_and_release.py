@@ -81,23 +81,32 @@ def models(**options: Any) -> list[tuple[nn.Module, Lion]]:
     return made
 
 
+@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
 @pytest.mark.parametrize("options", [{}, {"cautious": True}, {"state_dtype": "int8"}], ids=str)
-def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any]) -> None:
+def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any], closure: bool) -> None:
+    def backward(m: nn.Module, o: Lion, x: Tensor) -> Tensor:
+        o.zero_grad()
+        loss: Tensor = m(x).square().sum()
+        loss.backward()
+        return loss
+
     (model, optimizer), (twin, normal) = models(**options)
     handle = release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, normal)]
     for i in range(4):
         x = torch.randn(5, 8)
-        model(x).square().sum().backward()
-        if bucket_bytes == 0:
-            assert all(p.grad is None for p in model.parameters())
-        elif bucket_bytes == 1000:
-            assert any(p.grad is None for p in model.parameters())
-        optimizer.step()
+        if closure:
+            optimizer.step(lambda x=x: backward(model, optimizer, x))
+        else:
+            backward(model, optimizer, x)
+            if bucket_bytes == 0:
+                assert all(p.grad is None for p in model.parameters())
+            elif bucket_bytes == 1000:
+                assert any(p.grad is None for p in model.parameters())
+            optimizer.step()
         assert all(p.grad is None for p in model.parameters()), "a second backward would add to what is left"
-        normal.zero_grad()
-        twin(x).square().sum().backward()
+        backward(twin, normal, x)
         normal.step()
         for scheduler in schedulers:
             scheduler.step()
@@ -107,8 +116,7 @@ def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any])
     handle.remove()
     x = torch.randn(5, 8)
     for m, o in ((model, optimizer), (twin, normal)):
-        o.zero_grad()
-        m(x).square().sum().backward()
+        backward(m, o, x)
         assert all(p.grad is not None for p in m.parameters())
         o.step()
     assert_equal(model, twin)
@@ -150,24 +158,6 @@ def test_a_compiled_training_step_releases() -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
         assert torch.allclose(optimizer.state[p]["exp_avg"], normal.state[q]["exp_avg"], rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
-def test_released_closures_step_once(bucket_bytes: int) -> None:
-    (model, optimizer), (twin, normal) = models()
-    release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
-    for _ in range(3):
-        x = torch.randn(5, 8)
-        for m, o in ((model, optimizer), (twin, normal)):
-
-            def closure(m: nn.Module = m, o: Lion = o, x: Tensor = x) -> Tensor:
-                o.zero_grad()
-                loss: Tensor = m(x).square().sum()
-                loss.backward()
-                return loss
-
-            o.step(closure)
-        assert_equal(model, twin)
 
 
 def test_released_steps_leave_no_gradient_that_did_not_arrive() -> None:
