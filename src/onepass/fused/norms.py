@@ -190,14 +190,13 @@ def split_sums(
     sums: Tensor | None, vectors: Tensor, need_vectors: bool, norms: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the gradients of the vectors, (1, d) each, and of the norms, from the sums of :func:`through_norms`."""
-    of_vectors: list[Tensor | None] = [None] * len(vectors)
-    of_norms: list[Tensor | None] = [None] * len(norms)
+    (n, d), last = vectors.shape, len(norms) - 1
+    of_vectors: list[Tensor | None] = [None] * n
+    of_norms: list[Tensor | None] = [None] * (last + 1)
     if sums is not None:
-        d = vectors.shape[-1]
         totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
-        for i in (*range(len(norms) - 1, 0, -1), 0):
-            norm = norms[i]
-            if needed[i] and norm is not None:
+        for i in range(last, -1, -1):
+            if needed[i] and (norm := norms[i]) is not None:
                 of_norms[i] = branch.to(totals.pop() if i else totals[0], norm.dtype)
         if need_vectors and len(totals) > 1:
             of_vectors = [branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]]
