@@ -22,17 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass.nn as onn
-from nn.layers import (
-    bounds,
-    each_is_as_alone,
-    first,
-    holes,
-    outputs,
-    padded_is_as_alone,
-    rows_of,
-    tokens,
-    watched,
-)  # fmt: skip
+from nn.layers import bounds, each_is_as_alone, first, holes, outputs, padded_is_as_alone, rows_of, tokens, watched
 from nn.table import DIM, TABLE, Called, Layer, made, those
 from onepass.core.launch import INTERPRET
 
