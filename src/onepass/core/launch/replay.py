@@ -46,10 +46,6 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _zeros_on(device: torch.device) -> Callable[..., Tensor]:
-    return lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device)
-
-
 # an address: index of a tensor in the recorder's pool, offset in bytes
 Place = tuple[int, int]
 
@@ -62,10 +58,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the pool keeps its tensors alive while recording, so that an address belongs to one tensor only
         self.pool, self.n_args = list(args), len(args)
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr()}
-        # where arguments overlap, as parts of a packed projection do, only their first bytes tell them apart
-        self.overlapping = _overlap(list(tensors.values()))
         self.starts = {a.data_ptr(): i for i, a in tensors.items()}
-        self.extents = [_extent(a) for a in tensors.values()]
+        self.extents = sorted(map(_extent, tensors.values()))
+        # where arguments overlap, as parts of a packed projection do, only their first bytes tell them apart
+        self.overlapping = any(start < end for (_, end), (start, _) in pairwise(self.extents))
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
         self.launches: list[tuple[Compiled, Grid, list[Place | None], tuple[Any, ...]]] = []
@@ -165,7 +161,8 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     names: dict[str, Any] = {
         "index": device.index, "get_device": first.get_device, "get_stream": first.get_stream,
         "enter": first.hooks.launch_enter_hook, "leave": first.hooks.launch_exit_hook,
-        "empty": _empty_on(device), "zeros": _zeros_on(device),
+        "empty": _empty_on(device),
+        "zeros": lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device),
     }  # fmt: skip
 
     def named(*values: Any) -> list[str]:
@@ -222,17 +219,6 @@ def _extent(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def _overlap(tensors: list[Tensor]) -> bool:
-    ends = sorted(map(_extent, tensors))
-    return any(start < end for (_, end), (start, _) in pairwise(ends))
-
-
-def _one_start(tensors: list[Tensor]) -> bool:
-    """Return whether two tensors begin at the same byte."""
-    starts = [t.data_ptr() for t in tensors if t.data_ptr()]
-    return len(set(starts)) < len(starts)
-
-
 def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = None) -> Callable[..., Any]:
     """Return `function` with replay: it repeats calls on CUDA tensors of known layouts without running `function`.
 
@@ -274,8 +260,9 @@ def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = Non
         # (a profiler, a misaligned tensor, a first compilation) may be gone by then
         times = seen.get(key, 0)
         due = times > 0 and not times & (times - 1)
-        if due and _one_start([a for a in args if isinstance(a, Tensor)]):
-            # whose a pointer is would be ambiguous; other calls of this layout may have their tensors apart
+        starts = [a.data_ptr() for a in args if due and isinstance(a, Tensor) and a.data_ptr()]
+        if len(set(starts)) < len(starts):
+            # two arguments share an address: don't record this call; others of this layout may have theirs apart
             return function(*args)
         seen[key] = times + 1
         if not due:

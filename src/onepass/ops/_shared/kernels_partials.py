@@ -88,15 +88,6 @@ def vector_partials_kernel(
         tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
 
 
-def vector_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
-    """Return (partial rows, columns) of a program's tile in `vector_partials_kernel`.
-
-    32 columns fill a 128-byte line, and give enough programs even for a narrow row.
-    """
-    rows = min(256, next_power_of_2(n_partials))
-    return rows, max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
-
-
 @functools.cache
 def _has_dependent_launch(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
@@ -111,8 +102,9 @@ def add_vector_partials(
     partials: Tensor, dw: Tensor | None, db: Tensor | None, n_partials: int, n_entries: int
 ) -> None:
     """Add the partials of dw and db, which stand in this order in `partials` (1 or 2, ..., N)."""
-    n_cols = partials.shape[-1]
-    rows, cols = vector_tile(n_partials, n_cols)
+    n_cols, rows = partials.shape[-1], min(256, next_power_of_2(n_partials))
+    # 32 columns fill a 128-byte line, and give enough programs even for a narrow row
+    cols = max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
     waits = dependent_launch(partials)
     launch(
         vector_partials_kernel, (cdiv(n_cols, cols) * n_entries, len(partials), 1), (partials, dw, db),

@@ -9,7 +9,6 @@ needs one exponential per distinct eps.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -27,7 +26,6 @@ from onepass.ops._shared.kernels_rows import (
     SIZES,
     TILE,
     Scores,
-    Shape,
     even,
     largest,
     load_gradient,
@@ -354,31 +352,18 @@ def backward_kernel(
             tl.store(dk_ptr + rows, dk * per_k, mask=in_rows)
 
 
-def eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
-    return max(eps_init, eps), eps, math.log2(eps_decay)
-
-
-def n_changing_of(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> int:
-    """Return the first step, counted from 0, from which eps stays constant."""
-    if eps_decay >= 1 or eps_init <= eps:
-        return n_iters if eps_decay > 1 else 0
-    # one step later than in exact arithmetic, as the kernel's rounding may reach eps late
-    return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
+def schedule(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> tuple[int, float, float, float]:
+    """Return the first step, counted from 0, from which eps stays constant, then what `epsilon` takes."""
+    changing = n_iters if eps_decay > 1 else 0
+    if eps_decay < 1 and eps_init > eps:
+        # one step later than in exact arithmetic, as the kernel's rounding may reach eps late
+        changing = min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
+    return changing, max(eps_init, eps), eps, math.log2(eps_decay)
 
 
 def holds(s: Tensor) -> bool:
     """Return whether rows like those of s (..., n) stay in registers; others are torch's, forward and backward."""
     return in_registers(s, FORWARD_MAX_COLS, TEAM)
-
-
-def forward_shape(n_rows: int, n_cols: int) -> Shape:
-    """Return the launch shape of the forward pass."""
-    return shape(n_rows, n_cols, PER_WARP * (2 if n_cols > CROWDED else 1), FORWARD_MAX_COLS)
-
-
-def forward_options(plan: Shape) -> dict[str, Any]:
-    """Return the launch options of the forward pass: wide rows get 128 registers per thread, so more run at once."""
-    return resident(plan.warps, 16 // plan.warps) if plan.block_c > CROWDED else {"num_warps": plan.warps}
 
 
 def forward(
@@ -397,12 +382,13 @@ def forward(
         return y, trace.zero_()
     notes = trace if want_trace else None
     s, k, _, mask = even(s, k, None, mask)
-    plan = forward_shape(n_rows, n_cols)
-    schedule = eps_arguments(eps, eps_init, eps_decay)
+    plan = shape(n_rows, n_cols, PER_WARP * (2 if n_cols > CROWDED else 1), FORWARD_MAX_COLS)
+    # wide rows get 128 registers per thread, so more run at once
+    of_one = resident(plan.warps, 16 // plan.warps) if plan.block_c > CROWDED else {"num_warps": plan.warps}
     vec = math.gcd(16, n_cols)
     numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
-               n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
-    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, forward_options(plan)
+               *schedule(n_iters, eps, eps_init, eps_decay))  # fmt: skip
+    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, of_one
     programs, tile, slots, options = alone if plan.splits == 1 else teams(s, *TEAM)
     launch(forward_kernel, (programs, 1, 1), (s, k, mask, y, notes, slots), numbers, (*tile, vec), **options)
     return y, trace
@@ -419,7 +405,7 @@ def backward(
     dk = scratch(s, n_rows, 1)
     if not ds.numel():
         return ds, dk.zero_()
-    schedule = eps_arguments(eps, eps_init, eps_decay)
+    changing, *epsilons = schedule(n_iters, eps, eps_init, eps_decay)
     plan = shape(n_rows, n_cols, HALF_PER_WARP, BACKWARD_MAX_COLS)
     partial = scratch(s, n_rows, plan.splits) if plan.splits > 1 else None
     vec = math.gcd(16, n_cols, gy.stride(0), s.stride(0), stride(mask))
@@ -428,15 +414,14 @@ def backward(
     if partial is not None:
         launch(
             gradient_sum_kernel, (n_rows, plan.splits, 1), (gy, s, mask, trace, partial),
-            (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk // TILE, n_iters, *schedule),
+            (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk // TILE, n_iters, *epsilons),
             (TILE, vec), num_warps=4,
         )  # fmt: skip
         block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
     n_splits = 0 if partial is None else next_power_of_2(plan.splits)
     launch(
         backward_kernel, (plan.programs, col_programs, 1), (gy, s, k, mask, trace, partial, ds, dk),
-        (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters,
-         n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule),
+        (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters, changing, *epsilons),
         (n_splits, plan.block_r, block_c, vec),
         **(resident(warps, 2) if warps == 16 else {"num_warps": warps}),
     )  # fmt: skip

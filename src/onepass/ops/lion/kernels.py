@@ -197,8 +197,8 @@ def update_tile(
     e_ptr,  # (n,) int16 remainder; unused in the other mode
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
     offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing,
-    P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr,
-    CAUTIOUS_DECAY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr, CAUTIOUS_DECAY: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update one tile in place.
 
@@ -348,14 +348,12 @@ def step_kernel(
             if offset + BLOCK <= n:
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
-                    cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
-                    False, BLOCK, PTX,
+                    cautious_decay, agreeing, disagreeing, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY, False, BLOCK, PTX,
                 )  # fmt: skip
             elif offset < n:
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
-                    cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
-                    True, BLOCK, PTX,
+                    cautious_decay, agreeing, disagreeing, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY, True, BLOCK, PTX,
                 )  # fmt: skip
 
 

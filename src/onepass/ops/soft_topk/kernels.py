@@ -8,7 +8,6 @@ run at once shares a long row: each holds a chunk in registers, and they exchang
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -24,7 +23,6 @@ from onepass.ops._shared.kernels_rows import (
     LOG2E,
     SIZES,
     Scores,
-    Shape,
     even,
     largest,
     load_option,
@@ -611,20 +609,6 @@ def holds(s: Tensor, kind: int) -> bool:
     return in_registers(s, LONGEST[kind], TEAM)
 
 
-def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
-    """Return the launch shape of the forward pass."""
-    plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST[kind])
-    if plan.splits > 1 or plan.block_r > 1:
-        return plan
-    return plan._replace(warps=TABLE[kind].get(plan.block_c, (plan.warps, 0))[0])
-
-
-def forward_options(plan: Shape, kind: int) -> dict[str, Any]:
-    """Return the launch options of the forward pass; a register limit lets more rows run at once, which hides waits."""
-    limit = TABLE[kind].get(plan.block_c, (0, 0))[1] if plan.block_r == 1 and torch.version.hip is None else 0
-    return {"num_warps": plan.warps, **({"maxnreg": limit} if limit else {})}
-
-
 def forward(
     scores: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float,
     kind: int,
@@ -640,11 +624,14 @@ def forward(
     if not y.numel():
         return y, solution.zero_()
     s, k, eps, mask = even(s, k, eps, mask)
-    plan = forward_shape(n_rows, n_cols, kind)
+    plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST[kind])
+    # a register limit lets more rows run at once, which hides waits
+    warps, limit = TABLE[kind].get(plan.block_c if plan.block_r == 1 else 0, (plan.warps, 0))
+    of_one = {"num_warps": warps, **({"maxnreg": limit} if limit and torch.version.hip is None else {})}
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
     vec = math.gcd(16, n_cols)
     numbers = (strides[0] // vec, *strides[1:3], strides[3] // vec, n_rows, n_cols // vec, k_value, eps_value)
-    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, forward_options(plan, kind)
+    alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, of_one
     programs, tile, slots, options = alone if plan.splits == 1 else teams(s, *TEAM)
     launch(
         forward_kernel, (programs, 1, 1), (s, k, eps, mask, y, solution, slots), numbers, (kind, *tile, vec), **options

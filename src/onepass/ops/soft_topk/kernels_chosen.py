@@ -20,7 +20,6 @@ from onepass.ops._shared.kernels_rows import (
     CROWDED,
     HALF_PER_WARP,
     Scores,
-    Shape,
     load_option,
     pair_sum,
     scratch,
@@ -188,17 +187,6 @@ def chosen_kernel(
         overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
 
 
-def shape_of_chosen(k: int) -> tuple[int, int, int]:
-    """Return rows and entries of a program that handles chosen entries alone, and its warps, by k alone."""
-    block_k = min(BLOCK, max(8, next_power_of_2(k)))
-    return max(1, CHOSEN_PER_WARP // 2 // block_k), block_k, max(1, block_k // CHOSEN_PER_WARP)
-
-
-def chosen_at_a_time(plan: Shape, k: int) -> int:
-    """Return the chosen entries that a program of row_kernel handles at a time."""
-    return max(16, min(BLOCK, CHOSEN_PER_WARP * plan.warps // plan.block_r, next_power_of_2(k)))
-
-
 def backward(
     g: Tensor, indices: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float,
     kind: int, need_s: bool, need_eps: bool, ds: Tensor | None = None,
@@ -217,15 +205,18 @@ def backward(
     if plan.splits == 1:
         deps = scratch(s, n_rows if need_eps else 0, 1)
         vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
+        block_k = max(16, min(BLOCK, CHOSEN_PER_WARP * plan.warps // plan.block_r, next_power_of_2(k)))
         row_strides = (s.stride(0) // vec, stride(eps), stride(mask) // vec)
         launch(
             row_kernel, (plan.programs, 1, 1), (indices, g, s, eps, mask, solution, ds, deps),
             (*g.stride(), *row_strides, n_rows, n_cols // vec, k, eps_value),
-            (kind, need_s, need_eps, plan.block_r, plan.block_c, chosen_at_a_time(plan, k), vec),
+            (kind, need_s, need_eps, plan.block_r, plan.block_c, block_k, vec),
             num_warps=plan.warps,
         )  # fmt: skip
         return ds, deps
-    block_r, block_k, warps = shape_of_chosen(k)
+    # by k alone
+    block_k = min(BLOCK, max(8, next_power_of_2(k)))
+    block_r, warps = max(1, CHOSEN_PER_WARP // 2 // block_k), max(1, block_k // CHOSEN_PER_WARP)
     programs, given = cdiv(n_rows, block_r), (indices, g, s, eps, solution)
     numbers = (*g.stride(), s.stride(0), stride(eps), n_rows, n_cols, k, eps_value)
     of_chosen = scratch(s, n_rows, 2)
