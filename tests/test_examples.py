@@ -37,8 +37,8 @@ NEEDS = {
 LINES = {"sparse_attention": 180}
 
 
-def ran(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Run an example as its user would, in another directory, where it leaves nothing."""
+def output(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) -> str:
+    """Run an example as its user would, in another directory, where it leaves nothing; return what it printed."""
     if missing := [package for package in NEEDS[name] if find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
@@ -48,12 +48,6 @@ def ran(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) ->
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=200
     )
     assert list(folder.iterdir()) == []
-    return done
-
-
-def output(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) -> str:
-    """Return what an example printed."""
-    done = ran(name, folder, *launcher, options=options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

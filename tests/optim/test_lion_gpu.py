@@ -15,7 +15,6 @@ from lion_params import (
     assert_same_states,
     clones,
     make_params,
-    run,
     set_grads,
     update_lists_,
     waiting_is_an_error,
@@ -61,17 +60,6 @@ def test_the_scalers_step_does_not_wait_with_fused() -> None:
                 with pytest.raises(RuntimeError, match="synchroniz"):
                     step()
         assert optimizer.current_work()[0].all_fused
-
-
-def test_step_does_not_wait_for_the_device() -> None:
-    params = on_gpu(torch.bfloat16)
-    optimizer = Lion(params, lr=torch.tensor(1e-3, device="cuda"))
-    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    run(1, (optimizer, params))
-    with waiting_is_an_error():
-        for i in range(3):
-            optimizer.param_groups[0]["weight_decay"] = 0.1 * i
-            run(1, (optimizer, params))
 
 
 def test_no_extra_memory() -> None:
@@ -131,14 +119,15 @@ def test_other_devices_are_guarded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clipping_is_torchs_waits_for_nothing_and_repeats_its_bits(dtype: torch.dtype) -> None:
     a = on_gpu(dtype, [*GPU_SHAPES, (3_000_001,)])
-    optimizer = Lion(a, lr=1e-2, betas=BETAS, state_dtype=torch.float32)
+    optimizer = Lion(a, lr=torch.tensor(1e-2, device="cuda"), betas=BETAS, state_dtype=torch.float32)
     set_grads(a)
     want = float(torch.nn.utils.get_total_norm([p.grad.double() for p in a if p.grad is not None]))
     first = clip_grad_norm(a, 2.0)
     optimizer.step()
     norms = []
     with waiting_is_an_error():
-        for _ in range(20):
+        for i in range(20):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * (i // 5)
             for p in a:
                 assert p.grad is not None
                 p.grad = p.grad.clone()
@@ -300,15 +289,3 @@ def test_a_graph_outlives_the_launch_that_it_captured(cautious: bool) -> None:
         assert_same(params, twins)
         assert all(bool((t == 7).all()) for t in others)
         assert all(bool((t == -1).all()) for t in pinned)
-
-
-def test_float64_weights_have_float64_options() -> None:
-    """1e-4 in fp32 is off by 2.5e-8 of it."""
-    (p,) = on_gpu(torch.float64, [(100,)])
-    start = p.detach().clone()
-    optimizer = Lion([p], lr=1e-4, weight_decay=torch.tensor(0.1, dtype=torch.float64), capturable=True)
-    run(1, (optimizer, [p]))
-    assert p.grad is not None
-    expected = start - 1e-4 * (p.grad.sign() + 0.1 * start)
-    # four roundings of numbers that are no larger than the largest weight
-    assert (p - expected).abs().max() <= 4 * torch.finfo(torch.float64).eps * start.abs().max()

@@ -47,6 +47,9 @@ def _(layer: str, rows: int) -> None:
     same_layer(EVERY[layer](), x, None, mesh(), [Shard(0)], in_shards)
     same_layer(EVERY[layer](), x, None, mesh(), [R])
     same_layer(EVERY[layer](), x, None, mesh(), [Shard(0)], plain=True)
+    spread = layer in ("RoutedFeedForward", "RoutedBlock") and not INTERPRET
+    for placements in ([Shard(0), R], [R, Shard(0)]) if spread else ():
+        same_layer(EVERY[layer](), x, mask if rows == 1 else None, mesh(dist.get_world_size() // 2, 2), placements)
 
 
 @many("hooks see DTensors", {"layer": list(EVERY)})
@@ -60,15 +63,6 @@ def _(layer: str) -> None:
     for rows, m in ((5, distribute_module(module, mesh())), (4, plain)):
         with pytest.raises(ValueError, match=f"with hooks inside, .*; got {rows} rows on {dist.get_world_size()} dev"):
             m(placed(wide(rows, 20, DIM).to(x.device), mesh(), [Shard(0)]))
-
-
-@many("a mesh of two axes", {"layer": ["RoutedFeedForward", "RoutedBlock"], "masked": [False, True]})
-def _(layer: str, masked: bool) -> None:
-    x = wide(5, 20, DIM).to(device_type())
-    mask = torch.rand(5, 20, device=x.device) < 0.7 if masked else None
-    on = mesh(dist.get_world_size() // 2, 2)
-    same_layer(EVERY[layer](), x, mask, on, [Shard(0), R])
-    same_layer(EVERY[layer](), x, mask, on, [R, Shard(0)])
 
 
 @many("the forward of a subclass, as FSDP2 makes one, runs once", {"kind": [0, 1]})
