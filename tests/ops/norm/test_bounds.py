@@ -165,35 +165,40 @@ def test_any_numbers(data: st.DataObject, device: str) -> None:
         if wanted and draw(st.booleans()):
             given_[name] = leaf(shape[1:], draw(st.sampled_from(DTYPES)), VECTORS)
     if draw(st.booleans()):
-        given_["residual"] = leaf(shape, dtype, FILLS)
-    options: dict[str, Any] = {"eps": eps, **({"stable": stable} if has_mean else {})}
+        given_["residual"] = leaf(shape, draw(st.sampled_from((dtype, *DTYPES))), FILLS)
+    out_dtype = draw(st.none() | st.sampled_from([t for t in DTYPES if t != torch.float64 or t == dtype]))
+    options: dict[str, Any] = {"eps": eps, "out_dtype": out_dtype, **({"stable": stable} if has_mean else {})}
     norm = onepass.layer_norm if has_mean else onepass.rms_norm
     out = norm(**given_, **options)
     y, s = out if "residual" in given_ else (out, given_["x"])
+    assert y.dtype == (out_dtype or dtype)
+    if "residual" in given_:
+        assert s.dtype == torch.promote_types(dtype, given_["residual"].dtype)
+        assert torch.equal(s, given_["x"] + given_["residual"])
     with torch.no_grad():
         alone = norm(**given_, **options)
+    dy, ds = (draw(numbers(shape, t.dtype, UPSTREAM)).to(device) for t in (y, s))
+    outs, ups = ([y, s], [dy, ds]) if "residual" in given_ else ([y], [dy])
+    grads = dict(zip(given_, torch.autograd.grad(outs, list(given_.values()), ups), strict=True))
+    assert [(g.dtype, g.shape) for g in grads.values()] == [(t.dtype, t.shape) for t in given_.values()]
     if not y.numel():
         return
     wide = {name: t.detach().cpu().double() for name, t in {**given_, "s": s}.items()}
-    acc, gain = torch.promote_types(torch.float32, dtype), wide.get("weight", torch.ones(shape[1]).double())
+    acc, gain = torch.promote_types(torch.float32, s.dtype), wide.get("weight", torch.ones(shape[1]).double())
     # the sum that is normalised may be the rounded one or not
-    of_s = roundoff(dtype) if "residual" in given_ and dtype != acc else 0.0
+    of_s = roundoff(s.dtype) if "residual" in given_ and s.dtype != acc else 0.0
     expected = Expected(wide["s"], gain, eps, has_mean, stable, acc, of_s)
-    want, allowed = expected.values(wide.get("bias"), dtype)
+    want, allowed = expected.values(wide.get("bias"), y.dtype)
     fits = expected.fits & (want.abs().amax(-1, True) < expected.most)
     compare(y, want, allowed, fits, "y")
     compare(alone if isinstance(alone, Tensor) else alone[0], want, allowed, fits, "y without gradients")
-    dy, ds = (draw(numbers(shape, dtype, UPSTREAM)).to(device) for _ in "ys")
-    outs, ups = ([y, s], [dy, ds]) if "residual" in given_ else ([y], [dy])
-    grads = dict(zip(given_, torch.autograd.grad(outs, list(given_.values()), ups), strict=True))
     dy64 = dy.cpu().double()
-    kept = roundoff(dtype) * (3 if "residual" in given_ else 2)
+    kept = roundoff(s.dtype) * (3 if "residual" in given_ else 2)
     zero = max(expected.zero, *(smallest(t.dtype) for t in given_.values()))
     bounds = expected.gradients(dy64, ds.cpu().double() if "residual" in given_ else None, kept, zero)
     reach = (dy64 * expected.gain).abs().amax(-1, True) * shape[1]
     fits = expected.fits & (reach * (1 + expected.r * expected.n.abs().amax(-1, True)) < expected.most)
     for name, grad in grads.items():
-        assert (grad.dtype, grad.shape) == (given_[name].dtype, given_[name].shape)
         want, allowed = bounds["x" if name == "residual" else name]
         inside = fits if name in ("x", "residual") else fits.all()
         compare(grad, want, allowed + roundoff(grad.dtype) * want.abs(), inside, f"gradient of {name}")

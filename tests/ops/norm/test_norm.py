@@ -51,45 +51,21 @@ def test_which_rows_share_a_weight() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", [onepass.layer_norm, onepass.rms_norm], ids=["layer_norm", "rms_norm"])
-def test_dtypes_of_y_and_the_residual_stream(op: Any, device: str) -> None:
-    """x in 16 bits, a residual stream in fp32: the sum stays in fp32, y has the dtype that is asked for."""
-    x, w = numbers(4, 40, dtype=HALF, device=device), numbers(40, device=device, seed=1)
-    stream = numbers(4, 40, device=device, seed=2).requires_grad_()
-    for out_dtype, expected in ((None, HALF), (torch.float32, torch.float32), (HALF, HALF)):
-        y, s = op(x, w, residual=stream, out_dtype=out_dtype)
-        assert (y.dtype, s.dtype) == (expected, torch.float32)
-        torch.testing.assert_close(s, x.float() + stream, rtol=0, atol=0)
-        want = getattr(definition, op.__name__)(x.double(), w.double(), residual=stream.double())[0]
-        torch.testing.assert_close(
-            y.double(), want, rtol=1e-2 if y.dtype == HALF else 1e-5, atol=1e-2 if y.dtype == HALF else 1e-5
-        )
-    y, s = op(x, w, residual=stream, out_dtype=torch.float32)
-    (y.sum() + s.sum()).backward()
-    assert stream.grad is not None
-    assert stream.grad.dtype == torch.float32
-    # fp32 y of a wide row of 16 bits: the kernels of every width write it
-    wide = numbers(2, 20000, dtype=HALF, device=device)
-    want = getattr(definition, op.__name__)(wide.float())
-    torch.testing.assert_close(op(wide, out_dtype=torch.float32), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cols", [33, 300, 8208])
+@pytest.mark.parametrize("cols", [33, 300, 8208, 20000])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1, 2)], ids=str)
-def test_gradients_of_a_wider_stream(cols: int, wanted: tuple[int, ...], device: str) -> None:
-    """Each of x and the stream has the gradient in its own dtype, from fp32."""
+def test_a_wider_stream(cols: int, wanted: tuple[int, ...], device: str) -> None:
+    """y in the dtype that is asked for at every width; x and the stream have gradients in their own, from fp32."""
     x, stream, w = (numbers(*s, device=device, seed=i) for i, s in enumerate(((3, cols), (3, cols), (cols,))))
     tensors = [x.to(HALF), stream, w]
-    dy, ds = numbers(3, cols, dtype=HALF, device=device, seed=4), numbers(3, cols, device=device, seed=5)
+    out_dtype = torch.float32 if cols == 20000 else HALF
+    dy, ds = numbers(3, cols, dtype=out_dtype, device=device, seed=4), numbers(3, cols, device=device, seed=5)
     found, expected = [], []
     for op, up, out in ((onepass.rms_norm, lambda t: t, found), (definition.rms_norm, torch.Tensor.double, expected)):
         leaves = [up(t).clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-        y, s = op(leaves[0], leaves[2], residual=leaves[1])
-        assert y.dtype == leaves[0].dtype
-        out += torch.autograd.grad((y, s), [leaves[i] for i in wanted], (up(dy), up(ds)))
-    for i, a, e in zip(wanted, found, expected, strict=True):
-        assert a.dtype == tensors[i].dtype
+        y, s = op(leaves[0], leaves[2], residual=leaves[1], out_dtype=up(dy).dtype)
+        out += [y, *torch.autograd.grad((y, s), [leaves[i] for i in wanted], (up(dy), up(ds)))]
+    for dtype, a, e in zip((out_dtype, *(tensors[i].dtype for i in wanted)), found, expected, strict=True):
+        assert a.dtype == dtype
         most = 1e-2 if a.dtype == HALF else 2e-4
         torch.testing.assert_close(a.double(), e, rtol=most, atol=most)
 
@@ -320,13 +296,6 @@ def test_rows_of_any_magnitude(device: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_huge_fp16_activations(device: str) -> None:
-    x = (torch.randn(6, 200).clamp(-1, 1) * 65000).half()
-    y = layer_norm(x.to(device), stable=True)
-    torch.testing.assert_close(y.cpu().double(), reference(x.double(), stable=True), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_maximum_of_almost_nothing(device: str) -> None:
     """Divided by its tiny positive maximum such a row would overflow."""
     x = -torch.rand(3, 50) * 100 - 1
@@ -361,28 +330,7 @@ def test_float64_in_a_cuda_graph(norm) -> None:
     torch.testing.assert_close(captured, expected)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "call", [lambda x, r: layer_norm(x, residual=r, stable=True), lambda x, r: rms_norm(x, residual=r)]
-)
-def test_gradients_beside_an_fp64_residual(call, dtype: torch.dtype, rows: int) -> None:
-    """The sum is fp64 then, and y with its gradient narrower than it."""
-    x = torch.randn(rows, 8, dtype=dtype, requires_grad=True)
-    residual = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
-    y, _ = call(x, residual)
-    dy = torch.randn_like(y)
-    dx, dr = torch.autograd.grad(y, (x, residual), dy)
-    wide = (x.detach().double().requires_grad_(), residual.detach().requires_grad_())
-    expected = torch.autograd.grad(call(*wide)[0], wide, dy.double())
-    torch.testing.assert_close(dr, expected[1], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(dx, expected[0].to(dtype))
-
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
-
-
-@on_devices
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
 def test_no_compilation_per_number_of_rows(device: str) -> None:
     """A batch of another size is no other program; test_launch has Triton's."""
@@ -395,7 +343,7 @@ def test_no_compilation_per_number_of_rows(device: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@on_devices
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.skipif(INTERPRET, reason="bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cols", [1, 3, 51, 100, 768, 3000])

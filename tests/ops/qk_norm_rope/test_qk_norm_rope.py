@@ -11,36 +11,25 @@ from torch import Tensor
 import onepass
 from onepass.core.launch import INTERPRET
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-def angles(positions: int, half: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def angles(positions: int, half: int) -> tuple[Tensor, Tensor]:
     inverse = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
     theta = torch.arange(positions)[:, None] * inverse
-    return theta.cos().float().to(device), theta.sin().float().to(device)
+    return theta.cos().float(), theta.sin().float()
 
 
-def packed(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Views of one projection of 2 · 5 tokens: 6 heads of queries, 2 of keys, 2 of values, of 16 columns."""
-    qkv = torch.randn(2, 5, 10 * 16, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    qkv = torch.randn(2, 5, 10 * 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     return tuple(t.unflatten(-1, (-1, 16)) for t in qkv.split((6 * 16, 2 * 16, 2 * 16), -1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_views_of_a_packed_projection_are_not_copied(device: str) -> None:
-    q, k, _ = packed(device, torch.float32)
-    cos, sin = angles(5, 8, device)
-    assert not q.is_contiguous()
-    whole = onepass.qk_norm_rope(q.contiguous(), k.contiguous(), cos=cos, sin=sin)
-    for a, b in zip(onepass.qk_norm_rope(q, k, cos=cos, sin=sin), whole, strict=True):
-        assert a.is_contiguous()
-        assert torch.equal(a, b)
-    # heads before tokens, as attention wants them
-    for a, b in zip(
-        onepass.qk_norm_rope(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)), cos=cos, sin=sin),
-        whole, strict=True,
-    ):  # fmt: skip
-        assert torch.equal(a, b)
+def test_views_of_a_packed_projection_are_not_copied() -> None:
+    kernels = pytest.importorskip("onepass.ops.qk_norm_rope.kernels")
+    for t in packed(torch.bfloat16):
+        # heads before tokens, as attention wants them, too
+        for view in (t, t.transpose(1, 2)):
+            assert kernels._heads(view)[0].data_ptr() == t.data_ptr()
 
 
 @pytest.mark.peer
@@ -49,7 +38,7 @@ def test_views_of_a_packed_projection_are_not_copied(device: str) -> None:
 def test_as_qwen_3_does(dtype: torch.dtype) -> None:
     """Transformers rounds four times on the way; this is at least as near to float64."""
     models = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
-    q, k, _ = packed("cpu", dtype)
+    q, k, _ = packed(dtype)
     norms = [models.Qwen3RMSNorm(16).to(dtype) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -72,7 +61,7 @@ def test_as_qwen_3_does(dtype: torch.dtype) -> None:
 def test_a_position_outside_of_the_table_gives_nan_where_values_are_not_read() -> None:
     from onepass.ops.qk_norm_rope import kernels
 
-    q, k, _ = packed("cpu", torch.float32)
+    q, k, _ = packed(torch.float32)
     cos, sin = angles(5, 8)
     for wrong in (-1, 5, 1 << 40):
         at = torch.tensor([0, 1, wrong, 3, 4])

@@ -20,20 +20,6 @@ from onepass.ops.weighted_sum.definition import definition
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("vectors", [None, 3])
-def test_a_transposed_x_has_the_bits_of_its_copy(device: str, vectors: int | None) -> None:
-    weight = torch.randn(*([] if vectors is None else [vectors]), 70, device=device, requires_grad=True)
-    for x in (torch.randn(70, 40, device=device).mT, torch.randn(70, 8, 9, device=device).movedim(0, -1)):
-        y, copied = (weighted_sum(t.requires_grad_(), weight) for t in (x, x.contiguous()))
-        assert torch.equal(y, copied)
-        dx, dw = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-        spread = weight.detach() if vectors is None else weight.detach().sum(0)
-        torch.testing.assert_close(dx, spread.expand(x.shape))
-        total = x.detach().flatten(0, -2).sum(0)
-        torch.testing.assert_close(dw, total.expand(weight.shape), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("rows", "dim", "vectors"), [(64, 64, 2), (100, 200, 3), (130, 512, 16)])
 def test_sixteen_bit_vectors(device: str, rows: int, dim: int, vectors: int) -> None:
     """Wide enough for the tensor cores' kernel, in whole tiles and not: products are exact, sums are fp32."""
@@ -82,17 +68,6 @@ class _Written(TorchDispatchMode):
     def __enter__(self) -> set[int]:  # type: ignore[override]
         super().__enter__()
         return self.sizes
-
-
-def test_long_rows_use_several_programs() -> None:
-    """2 rows of 20000 columns: split columns forward (four programs under the interpreter), one group backward."""
-    x, weight = torch.randn(2, 20000, requires_grad=True), torch.randn(20000, requires_grad=True)
-    y = weighted_sum(x, weight)
-    expected = x.detach().double() @ weight.detach().double()
-    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-3)
-    dx, dw = torch.autograd.grad(y, (x, weight), torch.tensor([1.0, -2.0]))
-    torch.testing.assert_close(dw, x.detach()[0] - 2 * x.detach()[1])
-    torch.testing.assert_close(dx[1], -2 * weight.detach())
 
 
 class TestLaunch:
