@@ -127,10 +127,12 @@ def on_cpu(test: Callable[..., None]) -> Any:
     return _each(test, CPU_WIDTHS, CPU_DTYPES[:1] if INTERPRET else CPU_DTYPES)
 
 
-def _each(test: Callable[..., None], widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Any:
+def _each(
+    test: Callable[..., None], widths: Sequence[int], dtypes: Sequence[torch.dtype], names: Sequence[str] = NAMES
+) -> Any:
     """One test per operator's call. Of pairs of a width and a dtype it takes every second; its neighbour the others."""
 
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", names)
     def run(name: str) -> None:
         pairs = list(itertools.product(enumerate(widths), enumerate(dtypes)))
         for (i, width), (j, dtype) in pairs:
@@ -147,7 +149,11 @@ def test_company(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="kernels know no threads")
-@functools.partial(_each, widths=[100, 40000], dtypes=TWO_DTYPES)
+# two threads beside other processes wait for each other at every call of torch: one kind stands for soft_topk's loop
+@functools.partial(
+    _each, widths=[100, 40000], dtypes=TWO_DTYPES,
+    names=[name for name in NAMES if name not in ("soft_topk, capped_exp", "soft_topk, laplace", "soft_topk, clamp")],
+)  # fmt: skip
 def test_threads(name: str, width: int, dtype: torch.dtype) -> None:
     """Torch shares the sum of one long row among threads, that of several never; many rows are cut by their number."""
     f, x = calls(name, "cpu", dtype, width), rows_of("cpu", dtype, 2 if width > 1000 else 900, width)
