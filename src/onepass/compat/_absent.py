@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def absent(module: str, names: Sequence[str], instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that has `names`; `instead` has replacements for other names.
+def absent(module: str, names: Sequence[str], instead: Mapping[str, str]) -> None:
+    """Give a module that has `names` a `__getattr__`; `instead` has replacements for other names.
 
     Names in `instead` raise an ImportError, because `from … import` drops the message of an AttributeError. All others
-    raise the AttributeError that `hasattr` expects.
+    raise the AttributeError that `hasattr` expects. Where the module defined it, a type checker would accept any name.
     """
     has = f"it has {', '.join(names)}"
 
@@ -19,4 +20,4 @@ def absent(module: str, names: Sequence[str], instead: Mapping[str, str]) -> Cal
             raise ImportError(f"{module} has no {name}: use {instead[name]}; {has}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}; {has}")
 
-    return of
+    vars(sys.modules[module])["__getattr__"] = of

@@ -13,7 +13,7 @@ docs/moving.md lists where results differ, because the original is faulty or lim
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,5 +108,4 @@ def topk(
     return TopkReturn(values, indices, chosen, _op.gates(soft, indices))
 
 
-if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-    __getattr__ = absent(__name__, __all__, _INSTEAD)
+absent(__name__, __all__, _INSTEAD)

@@ -8,7 +8,7 @@ at once. In place of ``lion_pytorch.cautious_lion.Lion`` use `onepass.optim.Lion
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,5 +81,4 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
     plain_(p, grad, exp_avg, None, Row(lr, wd, beta1, 1 - beta1, beta2, 1 - beta2))
 
 
-if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-    __getattr__ = absent(__name__, __all__, _INSTEAD)
+absent(__name__, __all__, _INSTEAD)

@@ -5,8 +5,6 @@ This module has the layer norm alone, without the original's `Transformer` and o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from onepass.compat._absent import absent
@@ -38,5 +36,4 @@ def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = Fa
     return y
 
 
-if not TYPE_CHECKING:  # with this function, a type checker would accept any name
-    __getattr__ = absent(__name__, __all__, _INSTEAD)
+absent(__name__, __all__, _INSTEAD)

@@ -14,7 +14,7 @@ from onepass.optim.options import has_remainder, momentum_dtype
 from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
 SCALE_KEY = "exp_avg_scale"
-# the compensation is that of other libraries: it becomes a remainder
+# kahan_comp: optimi's Kahan compensation, which becomes a remainder
 _OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp")
 
 

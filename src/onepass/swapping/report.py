@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 from .exchange import Exchange
 
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One norm of the model."""
 
-    names: tuple[str, ...]
-    """The names by which the model reaches it; "" is the model itself."""
-    kind: str
-    """The whole name of its class before the exchange."""
-    becomes: str
-    """What it is exchanged for; "" if it is left alone."""
-    reason: str
-    """Why it is left alone; "" if it is exchanged."""
+    names: tuple[str, ...]  # by which the model reaches it; "" is the model itself
+    kind: str  # the whole name of its class before the exchange
+    becomes: str  # what it is exchanged for; "" if it is left alone
+    reason: str  # why it is left alone; "" if it is exchanged
 
 
 class SwapReport:

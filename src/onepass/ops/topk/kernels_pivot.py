@@ -450,7 +450,7 @@ def wide_kernel(
     # a bound that k to GROUPS maxima reach, or all that are a score, where these are fewer
     lo, _, reached = threshold_of(key[None, :], k, k + k // 4, nothing, SHIFT)
     lo, reached = tl.maximum(tl.sum(lo, 0), nothing + 1), tl.sum(reached, 0)
-    # a plateau of maxima: their groups stay out, and the first scores equal to them follow the others
+    # too many groups tie at the bound: skip them; `collect` appends the first scores equal to it
     plateau = reached > GROUPS
     pivot = lo + plateau.to(tl.int32)
     chosen = key >= pivot
