@@ -56,10 +56,10 @@ class Layer(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: Any = None,
     ) -> Any:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
-            name = type(self).__name__
             if cache is not None:
+                name = type(self).__name__
                 raise ValueError(f"{name}: cache and cu_seqlens exclude each other: give a batch with a mask")
-            y, routing = self.packed(name, x, mask, cu_seqlens, max_seqlen)
+            y, routing = self.packed(x, mask, cu_seqlens, max_seqlen)
             return (y, routing) if return_routing else y
         self.check(x)
         if type(x) is not Tensor and self.opens and cache is None and takes_whole_rows(self, x):
@@ -88,14 +88,14 @@ class Layer(nn.Module):
         return None
 
     def packed(
-        self, name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Any]:
         """Compute packed sequences as a padded batch; the routing is that of the batch."""
         for one in (self, *self.children()):
             if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
                 for of_k in ("k", "k_q", "k_kv"):
                     refuse_int(type(one).__name__, of_k, getattr(one, of_k, None))
-        padded, where = unpack(name, x, mask, cu_seqlens, max_seqlen)
+        padded, where = unpack(type(self).__name__, x, mask, cu_seqlens, max_seqlen)
         # the forward of a subclass has run up to here
         y, routing = Layer.forward(self, padded, where.mask, True)
         return y.flatten(0, 1).index_select(0, where.slots).view(x.shape), routing

@@ -12,7 +12,7 @@ from onepass.ops.span_attention.op import rotary, rotary_attention
 
 from .count import check_dtype, check_size
 from .norm import RMSNorm
-from .packed import zero_padding
+from .packed import check_tokens, zero_padding
 from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LocalAttention(nn.Module):
         super().__init__()
         check_heads("LocalAttention", dim, heads, dim_head)
         check_size("LocalAttention", "window", window)
-        self.heads, self.dim_head, self.window, self.causal = heads, dim_head, window, causal
+        self.dim, self.heads, self.dim_head, self.window, self.causal = dim, heads, dim_head, window, causal
         self.norm = RMSNorm(dim, device=device, dtype=dtype)
         self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
@@ -64,6 +64,7 @@ class LocalAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: KeyCache | None = None) -> Tensor:
         if cache is None and takes_whole_rows(self, x):
             return whole_rows(LocalAttention, self, x, mask)  # type: ignore[no-any-return]
+        check_tokens("LocalAttention", x, self.dim)
         x = zero_padding("LocalAttention", x, mask)
         check_dtype("LocalAttention", x, self.qkv)
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))

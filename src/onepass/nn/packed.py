@@ -121,8 +121,5 @@ def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
 
     A gradient of 0 for masked tokens is not enough: a weight's gradient is a sum over all tokens, and 0·NaN is NaN.
     """
-    check.tensor(module, "x", x)
-    if x.dim() != 3:
-        raise ValueError(f"{module}: x must be (batch, n, dim), got {tuple(x.shape)}")
     check_mask(module, x, mask)
     return x if mask is None else x.masked_fill(~mask[..., None], 0)

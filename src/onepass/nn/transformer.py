@@ -187,7 +187,7 @@ class TransformerBlock(Block):
         check_tokens("TransformerBlock", x, self.attention.dim)
 
     def packed(
-        self, name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, ExpertRouting | None]:
         """Compute packed sequences as one row, without padding."""
         row, where = sequences(x, mask, cu_seqlens, max_seqlen)
