@@ -83,10 +83,10 @@ class TestLaunch:
 
         block_r, block_c, warps = k._forward_tile(cols, vector, vectors)
         tiles = [(block_r, block_c, warps, vector)]
-        unroll, block_r, block_c, warps = k._backward_tile(rows, cols, vector, vectors)
+        unroll, block_r, block_c, _, warps = k._backward_tile(rows, cols, vector, vectors, False)
         assert unroll * block_r * block_c <= 8 * warps * 32 * vector
         tiles.append((block_r, block_c, warps, min(vector, 4) if vectors > 4 else vector))
-        block_r, block_c, _, warps = k._weight_tile(rows, cols, vector)
+        _, block_r, block_c, _, warps = k._backward_tile(rows, cols, vector, 1, True)
         tiles.append((block_r, block_c, warps, vector))
         for block_r, block_c, warps, width in tiles:
             assert all(v > 0 and v & (v - 1) == 0 for v in (block_r, block_c, warps))

@@ -39,11 +39,6 @@ class Tile(NamedTuple):
     per_sm: int = 1
 
 
-def vector(itemsize: int) -> int:
-    """Return the number of elements in a 16-byte load."""
-    return max(1, 16 // itemsize)
-
-
 @functools.cache
 def forward_tile(n_cols: int, itemsize: int, gated: bool = False, coded: bool = False) -> Tile:
     """Return the tile of `forward_kernel`.
@@ -57,7 +52,7 @@ def forward_tile(n_cols: int, itemsize: int, gated: bool = False, coded: bool = 
     warps = min(4, next_power_of_2(n_cols // 1024)) if n_cols <= 8192 else 8
     if coded and n_cols >= 2048 and n_cols % (CODED * warps) == 0:
         return Tile(rows=1, cols=CODED * warps, warps=warps)
-    if gated and tile.rows > 1 and n_cols <= WARP * vector(itemsize):
+    if gated and tile.rows > 1 and n_cols <= WARP * 16 // itemsize:
         return tile._replace(warps=2 * tile.warps)
     return tile
 
@@ -69,7 +64,7 @@ def _forward_tile(n_cols: int, itemsize: int) -> Tile:
     load divides it; else each takes a row of its own. In 16 bits narrow rows are cut into chunks of the largest power
     of two that divides them, where that leaves no lane idle: such tiles are bound by instructions.
     """
-    load = WARP * vector(itemsize)
+    load = WARP * 16 // itemsize
     chunk = n_cols & -n_cols
     if n_cols <= load:
         if itemsize == 2 and 32 <= chunk < n_cols:
@@ -181,7 +176,7 @@ def _backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, 
         if room // per_sm >= buffer:
             return Tile(1, cols, warps, 1 + min(3, room // per_sm // buffer), per_sm)
     fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
-    vec = vector(itemsize)
+    vec = 16 // itemsize
     best, best_cost = None, (0.0, 0)
     for warps, elements, penalty in fits:
         load = warps * WARP * vec

@@ -115,11 +115,14 @@ def backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
+    STAGES: tl.constexpr,  # of a software pipeline that reads x, where only dw is needed; None: no pipeline
 ):
     """Compute dx and dw: one tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program.
 
     w and dw stay in registers.
     """
+    # evict-last: lines that are written then leave L2 first, in an even stream
+    POLICY: tl.constexpr = "evict_last" if STAGES is None else ""
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     group = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCK_C
@@ -130,7 +133,7 @@ def backward_kernel(
         for r in tl.static_range(N_VECTORS):
             ws = ws + (load(w_ptr + (n_cols * r + first), cols, in_cols, not EVEN_C).to(tl.float32),)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * N_VECTORS
-    for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1)):
+    for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1), num_stages=STAGES):
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
         # all loads of the tile before its first store: the compiler does not move loads across stores
         xs = ()
@@ -141,8 +144,7 @@ def backward_kernel(
             if NEED_W:
                 mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
                 x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
-                # evict-last: written lines then leave L2 first, in an even stream
-                xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_last"),)
+                xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy=POLICY),)
             for r in tl.static_range(N_VECTORS):
                 dy = tl.load(dy_ptr + rows * N_VECTORS + r, mask=in_rows, other=0.0)
                 dys = dys + (dy.to(tl.float32)[:, None],)
@@ -165,38 +167,6 @@ def backward_kernel(
         for r in tl.static_range(N_VECTORS):
             out = (tl.cast(group, tl.int64) * N_VECTORS + r) * n_cols + first
             tl.store(dw_ptr + out + cols, tl.sum(dws[r], 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
-
-
-@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
-def weight_kernel(
-    dy_ptr,  # (n_rows,)
-    x_ptr,  # (n_rows, n_cols), unit column stride
-    dw_ptr,  # (row groups, n_cols), contiguous; one group: the result, else fp32 partials
-    x_row_units,  # row stride of x / UNIT
-    n_rows,
-    n_col_units,  # n_cols / UNIT
-    UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
-    STAGES: tl.constexpr,
-):
-    """Compute dw of one vector without dx, as `backward_kernel` does, but read x through a software pipeline."""
-    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
-    group = tl.program_id(1)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_C
-    cols = tl.arange(0, BLOCK_C)
-    in_cols = (cols < n_cols - first) | EVEN_C
-    dw = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for tile in tl.range(group, tl.cdiv(n_rows, BLOCK_R), tl.num_programs(1), num_stages=STAGES):
-        rows = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-        in_rows = rows < n_rows
-        mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
-        dy = tl.load(dy_ptr + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
-        x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
-        dw += dy * tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    out = tl.cast(group, tl.int64) * n_cols + first
-    tl.store(dw_ptr + out + cols, tl.sum(dw, 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
 
 
 def _unit(n_cols: int, row_stride: int) -> int:
@@ -226,27 +196,23 @@ def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, i
     return max(1, loads * warps * 32 * vector // block_c), block_c, warps
 
 
-def _dot_tile(n_cols: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps) with tensor cores."""
-    return 64, 64 if n_cols <= 64 else 128, 4, 4
+def _backward_tile(
+    n_rows: int, n_cols: int, vector: int, n_vectors: int, alone: bool
+) -> tuple[int, int, int, int | None, int]:
+    """Return (UNROLL, BLOCK_R, BLOCK_C, STAGES, num_warps).
 
-
-def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int, int]:
-    """Return (UNROLL, BLOCK_R, BLOCK_C, num_warps): one 16-byte load per thread and tile, UNROLL tiles in flight."""
+    One 16-byte load per thread and tile, UNROLL tiles in flight; for dw of one vector alone four loads of x, three
+    times as many in flight.
+    """
     unroll = 8 if n_vectors == 1 else 4 if n_vectors <= 4 else 2
     if n_vectors > 4:
         vector = min(vector, 4)
     block_c = least_padding(n_cols, vector)
     warps = 8 if block_c <= 16 * vector else 4
+    if alone:
+        return 1, min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
     block_r = max(1, warps * 32 * vector // block_c)
-    return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, warps
-
-
-def _weight_tile(n_rows: int, n_cols: int, vector: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps): four loads of x per thread, three times as many in flight."""
-    block_c = least_padding(n_cols, vector)
-    warps = 8 if block_c <= 16 * vector else 4
-    return min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
+    return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, None, warps
 
 
 def _groups(x: Tensor, row_tiles: int, col_tiles: int, warps: int) -> int:
@@ -267,7 +233,29 @@ def forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     y = torch.empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype, device=x.device)
     if not x.numel():
         return y.zero_()
-    _forward_pass(even_rows(as_rows(x)), aligned(_matrix(weight)), y)
+    x, weight = even_rows(as_rows(x)), aligned(_matrix(weight))
+    (n_rows, n_cols), n_vectors = x.shape, len(weight)
+    row_stride = x.stride(0) if n_rows > 1 else n_cols
+    unit = _unit(n_cols, row_stride)
+    vector = min(unit, 16 // x.element_size())
+    if n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and n_cols >= 64:
+        # tensor cores
+        block_r, block_c, stages, warps = 64, 64 if n_cols <= 64 else 128, 4, 4
+        split_tiles, neighbours = DOT_SPLIT_COLS // block_c, 0
+    else:
+        block_r, block_c, warps = _forward_tile(n_cols, vector, n_vectors)
+        split_tiles, neighbours, stages = SPLIT_TILES, min(vector, block_c), 0
+    split_tiles = max(split_tiles, cdiv(n_cols, MAX_SPLITS * block_c))
+    row_tiles, splits = cdiv(n_rows, block_r), cdiv(n_cols, split_tiles * block_c)
+    partials = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
+    launch(
+        forward_kernel, (row_tiles, splits, 1), (x, weight, partials),
+        (row_stride // unit, n_rows, n_cols // unit, split_tiles),
+        (unit, n_vectors, neighbours, block_r, block_c, n_cols % block_c == 0, stages), num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        # unit 1 for any number of rows: another unit could change the order in which partials are added
+        add_partials(partials, y, 1)
     return y
 
 
@@ -289,38 +277,12 @@ def backward(
         _backward_pass(dy, rows, None, None, of_w)
         _backward_pass(dy, None, vectors, of_x, None)
     elif need_x or need_w:
-        _backward_pass(dy, rows, vectors, of_x, of_w)
+        _backward_pass(dy, rows, vectors if need_x else None, of_x, of_w)
     return dx, dw
 
 
 def _matrix(weight: Tensor) -> Tensor:
     return weight.contiguous() if weight.dim() == 2 else weight[None].contiguous()
-
-
-def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    n_rows, n_cols = x.shape
-    n_vectors = weight.shape[0]
-    row_stride = x.stride(0) if n_rows > 1 else n_cols
-    unit = _unit(n_cols, row_stride)
-    vector = min(unit, 16 // x.element_size())
-    dot = n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and n_cols >= 64
-    if dot:
-        block_r, block_c, stages, warps = _dot_tile(n_cols)
-        split_tiles, neighbours = DOT_SPLIT_COLS // block_c, 0
-    else:
-        block_r, block_c, warps = _forward_tile(n_cols, vector, n_vectors)
-        split_tiles, neighbours, stages = SPLIT_TILES, min(vector, block_c), 0
-    split_tiles = max(split_tiles, cdiv(n_cols, MAX_SPLITS * block_c))
-    row_tiles, splits = cdiv(n_rows, block_r), cdiv(n_cols, split_tiles * block_c)
-    partials = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
-    launch(
-        forward_kernel, (row_tiles, splits, 1), (x, weight, partials),
-        (row_stride // unit, n_rows, n_cols // unit, split_tiles),
-        (unit, n_vectors, neighbours, block_r, block_c, n_cols % block_c == 0, stages), num_warps=warps,
-    )  # fmt: skip
-    if splits > 1:
-        # unit 1 for any number of rows: another unit could change the order in which partials are added
-        add_partials(partials, y, 1)
 
 
 def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -334,27 +296,18 @@ def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tens
     unit = _unit(n_cols, row_stride)
     vector = min(unit, 16 // like.element_size())
     alone = dx is None and n_vectors == 1
-    if alone:
-        block_r, block_c, stages, warps = _weight_tile(n_rows, n_cols, vector)
-        row_tiles = cdiv(n_rows, block_r)
-    else:
-        unroll, block_r, block_c, warps = _backward_tile(n_rows, n_cols, vector, n_vectors)
-        row_tiles = cdiv(n_rows, unroll * block_r)
-    col_tiles = cdiv(n_cols, block_c)
+    unroll, block_r, block_c, stages, warps = _backward_tile(n_rows, n_cols, vector, n_vectors, alone)
+    row_tiles, col_tiles = cdiv(n_rows, unroll * block_r), cdiv(n_cols, block_c)
     partials, groups = dw, min(row_tiles, 65535)
     if dw is not None:
         groups = _groups(dy, row_tiles, col_tiles, warps)
         if groups > 1:
             partials = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
-    grid, numbers = (col_tiles, groups, 1), (row_stride // unit, n_rows, n_cols // unit)
-    if alone:
-        constants = (unit, block_r, block_c, n_cols % block_c == 0, stages)
-        launch(weight_kernel, grid, (dy, x, partials), numbers, constants, num_warps=warps)
-    else:
-        launch(
-            backward_kernel, grid, (dy, x, weight, dx, partials), numbers,
-            (unit, n_vectors, dx is not None, dw is not None, unroll, block_r, block_c, n_cols % block_c == 0),
-            num_warps=warps,
-        )  # fmt: skip
+    launch(
+        backward_kernel, (col_tiles, groups, 1), (dy, x, weight, dx, partials),
+        (row_stride // unit, n_rows, n_cols // unit),
+        (unit, n_vectors, dx is not None, dw is not None, unroll, block_r, block_c, n_cols % block_c == 0, stages),
+        num_warps=warps,
+    )  # fmt: skip
     if dw is not None and partials is not None and groups > 1:
         add_partials(partials, dw, _unit(dw.numel(), dw.numel()))
