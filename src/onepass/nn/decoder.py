@@ -114,7 +114,7 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Forget all tokens, read prompts (batch, n) int64, and return the logits (batch, vocabulary) after them.
+        """Forget all tokens, read prompts (batch, n) int64; return `logits`, which the next call overwrites.
 
         lengths: how many tokens of each prompt count, the first ones; ints or a tensor, default: all n.
         """
@@ -138,7 +138,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor | None = None) -> Tensor:
-        """Read one more token (batch,) of each sequence, default: those drawn; return the logits after them."""
+        """Read a token (batch,) of each sequence, default: those drawn; return `logits`, which calls overwrite."""
         if tokens is not None:
             self._check_tokens("tokens", tokens, "(batch,)")
         self.clock.check_room(1)
