@@ -69,12 +69,12 @@ def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None
                 assert k <= shape.block_k
                 assert shape.warps in (1, 2, 4, 8, 16, 32)
             else:
-                assert shape.splits * shape.tiles * shape.tile >= n
-                assert (shape.splits - 1) * shape.tiles * shape.tile < n
+                assert shape.splits * shape.tiles * plan.TILE >= n
+                assert (shape.splits - 1) * shape.tiles * plan.TILE < n
                 # Triton takes powers of two alone
-                assert {shape.sample_warps, shape.tile_warps, shape.choose_warps} <= {1, 2, 4, 8, 16, 32}
+                assert {shape.sample_warps, plan.TILE_WARPS, shape.choose_warps} <= {1, 2, 4, 8, 16, 32}
                 assert shape.groups * shape.group <= plan.SAMPLE
-                assert shape.tile == 32 * shape.vector * shape.parts <= 128 * shape.vector  # 8 bits count a part
+                assert plan.TILE == 32 * shape.vector * shape.parts <= 128 * shape.vector  # 8 bits count a part
                 assert k <= shape.capacity <= max(n + 15, 2 * k + 8192, n if k > plan.MAX_SORTED else 0)
 
 

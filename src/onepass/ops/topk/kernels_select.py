@@ -90,7 +90,7 @@ def _in_one_launch(
     if isinstance(shape, plan.Narrow):
         launch(
             narrow_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], *results),
-            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
+            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape), num_warps=plan.NARROW_WARPS,
         )  # fmt: skip
         return None
     if isinstance(shape, plan.Whole):
@@ -132,12 +132,12 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     )  # fmt: skip
     launch(
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options[:-1], alone, shape.tile, shape.vector, shape.parts, shape.tile_stages), num_warps=shape.tile_warps,
+        (*options[:-1], alone, plan.TILE, shape.vector, shape.parts, shape.tile_stages), num_warps=plan.TILE_WARPS,
     )  # fmt: skip
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
     launch(
         choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0)),
-        (*options, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
+        (*options, chooses, shape.capacity if chooses else 1, plan.ALONE), num_warps=shape.choose_warps,
         **_limit(shape.choose_registers),
     )  # fmt: skip
     return _Survivors(out, state)

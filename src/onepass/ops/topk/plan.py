@@ -71,7 +71,6 @@ class Narrow(NamedTuple):
     block_r: int
     block_c: int
     block_k: int
-    warps: int
 
 
 class Wide(NamedTuple):
@@ -103,26 +102,23 @@ class Pivot(NamedTuple):
     """Sample, pass, choice.
 
     groups, group: sampled groups of a row and elements of each; sample_warps: of the program that samples;
-    tile, vector, parts, tile_warps, tile_stages, tiles, splits: elements, elements of a load, loads of a thread, warps
-    and buffers of a tile, tiles of a program, programs of a row;
-    capacity: candidates that a row has room for; choose_warps, choose_registers, alone: warps of the program that
-    chooses among them, most registers of a thread, and elements of its tile where it has to read the row again.
+    vector, parts, tile_stages, tiles, splits: elements of a load, loads of a thread, and buffers of a tile, tiles of a
+    program, programs of a row;
+    capacity: candidates that a row has room for; choose_warps, choose_registers: warps of the program that chooses
+    among them, and most registers of a thread.
     """
 
     groups: int
     group: int
     sample_warps: int
-    tile: int
     vector: int
     parts: int
-    tile_warps: int
     tile_stages: int
     tiles: int
     splits: int
     capacity: int
     choose_warps: int
     choose_registers: int | None
-    alone: int
 
 
 def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> Narrow | Wide | Whole | Pivot:
@@ -131,7 +127,7 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> N
     if n_cols <= NARROW and k <= FEW_OF_NARROW:
         block_c = max(16, next_power_of_2(n_cols))
         parts = max(1, min(NARROW_PER_THREAD, block_c) // (VECTOR // itemsize))
-        return Narrow(parts, max(1, NARROW_TILE // block_c), block_c, max(2, next_power_of_2(k)), NARROW_WARPS)
+        return Narrow(parts, max(1, NARROW_TILE // block_c), block_c, max(2, next_power_of_2(k)))
     if WIDE <= n_cols <= WIDEST and k <= FEW_OF_WIDE:
         chunk = WIDE_CHUNK * (1 if n_cols * itemsize < WIDE_LONG else 2)
         chunk, group = chunk // itemsize, VECTOR // itemsize
@@ -153,9 +149,8 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> N
     return Pivot(
         max(1, sample // group), group, max(1, min(32, sample // SAMPLE_PER_WARP)),
         # with many rows other programs hide the wait for a load, and buffers cost more than they save
-        TILE, vector, max(1, TILE // (32 * vector)), TILE_WARPS, 1 if many else TILE_STAGES,
-        tiles, cdiv(n_tiles, tiles), capacity, max(4, min(32, next_power_of_2(capacity // PER_CHOOSING_WARP))),
-        CHOOSING_REGISTERS if many else None, ALONE,
+        vector, max(1, TILE // (32 * vector)), 1 if many else TILE_STAGES, tiles, cdiv(n_tiles, tiles), capacity,
+        max(4, min(32, next_power_of_2(capacity // PER_CHOOSING_WARP))), CHOOSING_REGISTERS if many else None,
     )  # fmt: skip
 
 
