@@ -30,22 +30,16 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no rows, vectors", (make(0, 4), make(2, 4)))
 
 
-_BAD = (
-    BadCall(
-        "width", lambda: weighted_sum(torch.ones(2, 3), torch.ones(4)), ValueError, r"weight must be .*D = 3.*\(4,\)"
-    ),
-    BadCall("3-d weight", lambda: weighted_sum(torch.ones(2, 3), torch.ones(1, 1, 3)), ValueError, "weight must be"),
-    BadCall("17 vectors", lambda: weighted_sum(torch.ones(2, 3), torch.ones(17, 3)), ValueError, "R = 17"),
-    BadCall("0-d x", lambda: weighted_sum(torch.ones(()), torch.ones(1)), ValueError, "0-d"),
-    BadCall("integer x", lambda: weighted_sum(torch.ones(2, 3, dtype=torch.int64), torch.ones(3)), TypeError, "int64"),
-    BadCall(
-        "integer result",
-        lambda: weighted_sum(torch.ones(2, 3), torch.ones(3), out_dtype=torch.int32),
-        TypeError,
-        "out_dtype must be .*int32",
-    ),
-    BadCall("list", lambda: weighted_sum([1.0], torch.ones(1)), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
-)
+def _bad_calls() -> Iterator[BadCall]:
+    x, w = torch.ones(2, 3), torch.ones(3)
+    call: Any = weighted_sum
+    yield BadCall("width", lambda: call(x, torch.ones(4)), ValueError, r"weight must be .*D = 3.*\(4,\)")
+    yield BadCall("3-d weight", lambda: call(x, torch.ones(1, 1, 3)), ValueError, "weight must be")
+    yield BadCall("17 vectors", lambda: call(x, torch.ones(17, 3)), ValueError, "R = 17")
+    yield BadCall("0-d x", lambda: call(torch.ones(()), torch.ones(1)), ValueError, "0-d")
+    yield BadCall("integer x", lambda: call(x.long(), w), TypeError, "int64")
+    yield BadCall("integer y", lambda: call(x, w, out_dtype=torch.int32), TypeError, "out_dtype must be .*int32")
+    yield BadCall("list", lambda: call([1.0], torch.ones(1)), TypeError, "x must be a tensor, got list")
 
 
 def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
@@ -65,7 +59,7 @@ SPECS = [
         op=weighted_sum,
         reference=definition,
         samples=_samples,
-        bad_calls=_BAD,
+        bad_calls=tuple(_bad_calls()),
         of_rows=_of_rows,
     )
 ]
