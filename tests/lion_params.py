@@ -79,6 +79,6 @@ def update_lists_(
             update_([params[i]], [grads[i]], [momenta[i]], extras[i : i + 1], rows[k])
         return
     nothing = [None] * len(params)
-    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), groups)
+    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), groups, [False] * len(params), False)
     plan.refresh(grads)
     plan.step(pack_rows(rows), Scalars())
