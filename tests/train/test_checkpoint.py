@@ -235,20 +235,6 @@ def known(mark: Mark) -> Any:
     return SimpleNamespace(metrics_bytes=mark.length, metrics_digest=mark.digest)
 
 
-def test_what_is_appended_is_what_a_checkpoint_holds(tmp_path: Path):
-    run = Run(tmp_path)
-    run.append(ROWS[:3])
-    middle = run.mark
-    run.append(ROWS[3:])
-    assert (run.mark, list(run.rows())) == (END, ROWS)
-    # another process goes on from the middle, and what followed is gone
-    again = Run(tmp_path)
-    again.rewind(known(middle))
-    assert list(again.rows()) == ROWS[:3]
-    again.append(ROWS[3:])
-    assert (again.mark, (tmp_path / "metrics.jsonl").read_bytes()) == (END, LINES)
-
-
 @FUZZ
 @given(st.data())
 def test_any_changed_byte_and_any_cut_shows(tmp_path: Path, data: st.DataObject):
@@ -259,13 +245,6 @@ def test_any_changed_byte_and_any_cut_shows(tmp_path: Path, data: st.DataObject)
         (tmp_path / "metrics.jsonl").write_bytes(there)
         with pytest.raises(UserError, match=said):
             Run(tmp_path).verify(known(END))
-
-
-def test_what_follows_the_checkpoint_may_be_torn(tmp_path: Path):
-    run = Run(tmp_path)
-    assert run.verify(known(Mark()))[1] == Mark()
-    (tmp_path / "metrics.jsonl").write_bytes(LINES + b"a torn line after the checkpoint")
-    assert run.verify(known(END))[1] == END
 
 
 @pytest.mark.parametrize(
