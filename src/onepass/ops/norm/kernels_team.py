@@ -92,17 +92,6 @@ def gain(w, offset, HAS_MEAN: tl.constexpr):
     return w.to(tl.float32) if HAS_MEAN else w.to(tl.float32) + offset
 
 
-@triton.jit(do_not_specialize=["n_words"])
-def zeros_kernel(
-    words_ptr,  # (n_words,) int64
-    n_words,
-    BLOCK: tl.constexpr,
-):
-    """Zero the mailbox by a kernel: replay records it."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(words_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=at < n_words)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def team_backward_kernel(
     dy_ptr,  # (n_rows, N_COLS), unit column stride

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from .definition import Needs, Options, Results, Table
 from .kernels import backward_kernel, forward_kernel, wide_forward_kernel
-from .kernels_team import team_backward_kernel, zeros_kernel
+from .kernels_team import team_backward_kernel
 
 WARP = 32
 # columns of a warp whose threads store 16 codes of 8 bits at once
@@ -439,8 +439,13 @@ def backward(
         partials = torch.empty((sums, entries, programs, n_cols), dtype=torch.float32, device=x.device)
     tensors = (dy_rows, ds, x_rows, weight, stats, dx, partials)
     if in_team:
-        numbers = (*strides, float(options.offset))
-        _launch_team(team, programs, tensors, numbers, (n_cols, vec, options.has_mean, *needed))
+        words = torch.zeros(4 * programs * team.rows * team.size + 1, dtype=torch.int64, device=x.device)
+        launch(
+            team_backward_kernel, (programs * team.size, 1, 1), (*tensors, words), (*strides, float(options.offset)),
+            (n_cols, vec, options.has_mean, *needed, team.cols, team.size, team.width(), team.rows, team.lag,
+             team.stages, team.cooperative),
+            num_warps=team.warps, maxnreg=team.registers(), launch_cooperative_grid=team.cooperative,
+        )  # fmt: skip
     else:
         launch(
             backward_kernel, (programs, 1, 1) if entries == 1 else (entries, programs, 1),
@@ -453,17 +458,3 @@ def backward(
     if partials is not None:
         add_vector_partials(partials, dw, db, programs, entries)
     return dx if needs.need_x else None, dz, dw, db, dx_copy
-
-
-def _launch_team(
-    team: Team, teams: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: tuple[Any, ...]
-) -> None:
-    n_words = 4 * teams * team.rows * team.size + 1
-    # a kernel writes the mailbox's zeros: replay records it
-    words = torch.empty(n_words, dtype=torch.int64, device=tensors[0].device)
-    launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)
-    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages, team.cooperative)
-    launch(
-        team_backward_kernel, (teams * team.size, 1, 1), (*tensors, words), numbers, (*constants, *shape),
-        num_warps=team.warps, maxnreg=team.registers(), launch_cooperative_grid=team.cooperative,
-    )  # fmt: skip
