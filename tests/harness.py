@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,17 @@ def gradients(
         [o for o, _ in pairs], [inputs[k] for k in keys], [g for _, g in pairs], allow_unused=True
     )
     return dict(zip(keys, grads, strict=True))
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Within it a wait for the GPU is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Calls(TorchDispatchMode):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,17 +54,6 @@ def assert_same_states(
         for key, value in a.state[p].items():
             assert b.state[q][key].dtype == value.dtype
             assert torch.equal(b.state[q][key], value)
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Within it a wait for the GPU is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def update_lists_(

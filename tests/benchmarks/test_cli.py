@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench_fakes import FakeTimer, case, fake_operator
+from bench_fakes import FakeTimer, case, everything, fake_operator, thunk
 from benchmarks import warm
 from benchmarks.__main__ import main
-from benchmarks.bench import timers
-from benchmarks.bench.records import FIELDS, MEMORY, read
+from benchmarks.bench import runner, timers
+from benchmarks.bench.compare import disagreement
+from benchmarks.bench.records import FIELDS, MEMORY, read, record
+from benchmarks.bench.runner import DISAGREES, FAILED, OK
+from benchmarks.case import Definition, Prepared
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -112,3 +117,65 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(warm, "compile_only", lambda *_, **__: pytest.fail("compiled in this process"))
     assert main(["--compile-only", "--warm", "2"]) == 0
     assert len(started) == 2
+
+
+def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:
+    found = runner.run([("fakes", c) for c in cases], timer or FakeTimer(), **options)
+    return {r.impl: r for r in found}
+
+
+def test_a_failing_own_implementation_ends_the_case_but_not_the_run() -> None:
+    broken = case(lambda: {"onepass": thunk(ValueError("ours")), "agrees": thunk(torch.ones(2))})
+    found = list(runner.run([("fakes", broken), ("fakes", case(everything))], FakeTimer()))
+    assert [(r.impl, r.status) for r in found[:2]] == [("onepass", FAILED), ("onepass", OK)]
+
+
+def test_inputs_that_cannot_be_built_and_zeros_are_not_measured() -> None:
+    for make, status, note in (
+        (thunk(torch.OutOfMemoryError("too large")), FAILED, "too large"),
+        (lambda: {"onepass": thunk(torch.zeros(3))}, DISAGREES, "zero"),
+    ):
+        found = results(case(make))["onepass"]
+        assert found.status == status
+        assert note in found.note
+
+
+def test_a_definition_judges_ours_too() -> None:
+    right = torch.ones(4)
+    in_part = Prepared(lambda: thunk((right, "more")), lambda result: result[0])
+    impls = {"onepass": thunk(right + 1e-5), "rival": thunk(right + 1), "nothing": thunk(()), "in part": in_part}
+    found = results(case(lambda: {"definition": Definition(right.double), **impls}))
+    assert {impl: r.status for impl, r in found.items()} == {
+        "onepass": OK,
+        "rival": DISAGREES,
+        "nothing": OK,
+        "in part": OK,
+    }
+    assert record(found["onepass"], 1.0)["error"] == pytest.approx(1e-5, rel=0.01)
+    strict = results(case(lambda: {"definition": Definition(right.double), **impls}, check=1e-6))
+    assert (strict["onepass"].status, strict["nothing"].error) == (DISAGREES, None)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+def test_only_rivals_are_given_up() -> None:
+    def slow() -> torch.Tensor:
+        time.sleep(0.03)
+        return torch.ones(2)
+
+    found = results(case(lambda: {"onepass": slow, "rival": slow}), limit_s=0.02)
+    assert (found["onepass"].status, found["rival"].status) == (OK, FAILED)
+
+
+class TestComparison:
+    def test_one_wrong_entry_among_many_shows(self) -> None:
+        ours = torch.randn(1000, 100)
+        theirs = ours.clone()
+        theirs[500, 50] += 1
+        assert disagreement(ours, theirs, 2e-2)
+        assert disagreement(ours, ours + 1e-3, 2e-2) is None
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_numbers_against_no_numbers(self, bad: float) -> None:
+        assert disagreement(torch.ones(2), torch.tensor([1.0, bad]), 0.5)
+        assert disagreement(torch.tensor([1.0, bad]), torch.ones(2), 0.5)
+        assert disagreement(torch.tensor([1.0, bad]), torch.tensor([1.0, bad]), 0.5) is None

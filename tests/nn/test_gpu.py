@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import waiting_is_an_error
 from nn.layers import first, tokens
 from onepass.nn import CausalRouter, RoutedFeedForward, Router
 from onepass.nn.local_attention import neighbours
@@ -56,8 +57,5 @@ def test_no_synchronisation_with_the_host(router: type[Router]) -> None:
     layer = RoutedFeedForward(96, 1 / 16, router=router(96)).cuda()
     x, mask = tokens(3, 300, 96).cuda(), first(300, 10, 0, 300).cuda()
     layer(x, mask).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         layer(x, mask).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import waiting_is_an_error
 from lion_params import (
     BETAS,
     GPU_SHAPES,
@@ -17,7 +18,6 @@ from lion_params import (
     make_params,
     set_grads,
     update_lists_,
-    waiting_is_an_error,
 )
 from onepass.ops.lion.definition import Row
 from onepass.optim import Lion, clip_grad_norm, release_gradients

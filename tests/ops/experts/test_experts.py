@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onepass
-from harness import DEVICES
+from harness import DEVICES, waiting_is_an_error
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts import choice, definition
 
@@ -151,11 +151,8 @@ def test_the_host_never_waits(dtype: torch.dtype) -> None:
     given = [t.detach().to(dtype).requires_grad_() for t in _tensors(300, 64, 128, 8, 2, "cuda")]
     indices = torch.rand(300, 8, device="cuda").topk(2, -1).indices
     onepass.experts(given[0], indices, *given[1:]).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         onepass.experts(given[0], indices, *given[1:]).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import onepass
+from harness import waiting_is_an_error
 from onepass.ops.soft_topk.op import KINDS
-from ops.soft_topk.distributions import draw
+from ops.soft_topk.test_properties import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -85,12 +86,8 @@ def test_the_host_never_waits(n: int) -> None:
             torch.autograd.grad(top.gates.sum() + top.values.masked_fill(top.indices < 0, 0).sum(), s)
 
     everything()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_values_that_are_not_looked_into_give_nan() -> None:
