@@ -18,8 +18,8 @@ TAGS = {
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
 
 
-def traced(content: bytes, name: str = "text.txt", **values: object) -> Trace:
-    values = {"model": "routed", "dim": 8, "blocks": 1, "seq": 16, **values}
+def traced(content: bytes, name: str, **values: object) -> Trace:
+    values = {"dim": 8, "blocks": 1, "seq": 16, **values}
     return trace(new(config(**values)).eval(), config(**values), name, content, 4096)
 
 
@@ -48,10 +48,13 @@ class Reader(HTMLParser):
 
 
 @settings(max_examples=30)
-@given(text=st.text(max_size=80), name=st.text(max_size=20))
-def test_no_text_breaks_out(text: str, name: str):
+@given(
+    text=st.text(max_size=80), name=st.text(max_size=20),
+    model=st.sampled_from(({"model": "routed"}, {"experts": 2}, {"experts": 0}, {"experts": 0, "task": "causal"})),
+)  # fmt: skip
+def test_no_text_breaks_out(text: str, name: str, model: dict[str, object]):
     content = (EVIL + text).encode("utf-8", "surrogatepass")
-    page = html.page(traced(content, name), EVIL + name)
+    page = html.page(traced(content, name, **model), EVIL + name)
     reader = Reader(page)
     assert set(reader.tags) <= TAGS
     assert reader.links == []

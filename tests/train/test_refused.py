@@ -17,6 +17,7 @@ from train.tiny import TINY, contents, refused
 
 SAID = {
     "train nowhere.txt": "can't read nowhere.txt: no such file or directory",
+    "train a\0b": "can't read a\\x00b: no file can have this name",
     "train pipe": "pipe is neither a file nor a directory",
     "train folder": "there is no text in folder",
     "train empty.txt": "empty.txt is no text (it is empty)",
