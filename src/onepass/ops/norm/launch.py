@@ -249,31 +249,25 @@ class Team(NamedTuple):
         return cdiv(n_rows, turns * self.rows)
 
 
-def _team(
-    n_cols: int, cols: int, warps: int, rows: int, lag: int, stages: int, row_bytes: int, shared_bytes: int
-) -> Team:
-    buffers = (shared_bytes - 4096) // (rows * cols * row_bytes)
-    return Team(cols, cdiv(n_cols, cols), warps, rows, lag, 1 + max(0, min(stages - 1, buffers)))
-
-
 @functools.cache
 def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
     """Return the team of `team_backward_kernel`, which reads `tensors` tensors (x, dy, ds) through shared memory.
 
     A lag of one phase hides the time that members wait for each other. It costs registers: for the rows of two phases.
     """
-    if itemsize == 2:
-        if n_cols <= 131072 and shared_bytes >= 163840:
-            # several programs per multiprocessor: some work while others wait
-            per_sm = 4 if n_cols <= 65536 else 2
-            cols, warps = 8192 // per_sm, 16 // per_sm
-            team = _team(n_cols, cols, warps, 1, 1, 3, itemsize * tensors, shared_bytes // per_sm)
-            return team._replace(per_sm=per_sm, cooperative=True)
+    per_sm, rows = 1, 1
+    if itemsize == 2 and n_cols <= 131072 and shared_bytes >= 163840:
+        # several programs per multiprocessor: some work while others wait
+        per_sm = 4 if n_cols <= 65536 else 2
+        cols, warps, lag = 8192 // per_sm, 16 // per_sm, 1
+    elif itemsize == 2:
         # no lag if the last member is partly filled: the rows of two phases leave no registers for its mask
-        team = _team(n_cols, 8192, 16, 1, int(n_cols % 8192 == 0), 3, itemsize * tensors, shared_bytes)
-        return team._replace(cooperative=True)
-    team = _team(n_cols, 4096, 8, 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
-    return team._replace(cooperative=team.size >= 32)
+        cols, warps, lag = 8192, 16, int(n_cols % 8192 == 0)
+    else:
+        cols, warps, rows, lag = 4096, 8, 2, int(n_cols >= 65536)
+    size = cdiv(n_cols, cols)
+    buffers = (shared_bytes // per_sm - 4096) // (rows * cols * itemsize * tensors)
+    return Team(cols, size, warps, rows, lag, 1 + max(0, min(2, buffers)), per_sm, itemsize == 2 or size >= 32)
 
 
 @functools.cache
@@ -350,7 +344,8 @@ def forward(
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scales_shape = (*x.shape[:-1], n_cols // 128 if options.quantize == 2 else 1)
         scales = torch.empty(scales_shape, dtype=torch.float32, device=x.device)
-        stored_codes = codes.view(torch.float8_e4m3fn) if _about(x)[1] else codes
+        _, has_e4m3 = _about(x)
+        stored_codes = codes.view(torch.float8_e4m3fn) if has_e4m3 else codes
     vec = math.gcd(8, n_cols)
     one_program = in_one_program(n_cols, itemsize, options.has_mean)
     # the kernel for wide rows always stores statistics: their cost is small beside a wide row
@@ -393,7 +388,8 @@ def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, st
     n_cols = x.shape[-1]
     if n_cols <= MAX_BACKWARD_COLS:
         return True
-    team = backward_team(n_cols, itemsize, 2, _about(x)[0])
+    shared, _ = _about(x)
+    team = backward_team(n_cols, itemsize, 2, shared)
     return gate is None and not stable and table.entries == 1 and _teams_run(x, team.size)
 
 
@@ -424,7 +420,7 @@ def backward(
     strides = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows)
     needed = (dw is not None, db is not None)
     n_read = 2 + (ds is not None) + (gate is not None)
-    entries, shared = table.entries, _about(x)[0]
+    entries, (shared, _) = table.entries, _about(x)
     if in_team:
         team = backward_team(n_cols, itemsize, n_read, shared)
         programs = team.teams(n_rows, sm_count(x))
