@@ -117,7 +117,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
         ({"score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
         ({"balance_rate": -1}, ValueError, "balance_rate must be a finite number ≥ 0, got -1"),
-        ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"))),
+        ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 0, got -1"))),
     (ValueError, r"Experts: x must be \(…, dim = 16\), got \(2, 9, 4\)", lambda: Experts(16, 2)(X[..., :4])),
     (ValueError, "order: num_experts must be ≥ 1, got 0", lambda: expert_order(torch.zeros(2, 2).int(), 0)),
     # routers

@@ -15,7 +15,7 @@ from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import ACTIVATIONS, experts
 from onepass.ops.norm.op import rms_norm
 
-from .count import check_dtype, check_flag, check_number, check_size
+from .count import check_dtype, check_flag, check_int, check_number, check_size
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ class Experts(nn.Module):
             check_size("Experts", name, size)
         hidden_dim = max(1, 4 * dim // top_k) if hidden_dim is None else hidden_dim
         check_size("Experts", "hidden_dim", hidden_dim)
-        if shared_dim != 0:
-            check_size("Experts", "shared_dim", shared_dim)
+        check_int("Experts", "shared_dim", shared_dim)
         check_flag("Experts", "norm_topk", norm_topk)
         check_number("Experts", "balance_rate", balance_rate, "a finite number ≥ 0", lambda r: 0 <= r < math.inf)
         if top_k > num_experts:
@@ -190,9 +189,10 @@ class Experts(nn.Module):
             u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
         )
         if self.training and not torch._C._are_functorch_transforms_active():
+            if self.tokens_per_expert.is_meta and not counts.is_meta:  # load_state_dict(assign=True) brings none
+                self.tokens_per_expert = torch.zeros_like(self.expert_bias)
             _here(self.tokens_per_expert).add_(_here(counts))
-        up, down, gate = matrices
-        y = experts(u, indices, weights, up, down, activation=self.activation, gate=gate)
+        y = experts(u, indices, weights, *matrices[:2], activation=self.activation, gate=matrices[2])
         if self.shared is not None:
             y = y + (self.shared(u) if mask is None else self.shared(u) * mask[:, None])
         y = y.to(x.dtype).view(x.shape)
