@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from interpreter import speed_up
 from onepass.core.launch import INTERPRET
-from sharded import experts, modules, operators, optimizer  # noqa: F401
+from sharded import modules, operators, optimizer  # noqa: F401
 from sharded.compare import CASES
 from sharded.processes import main
 

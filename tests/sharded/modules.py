@@ -1,7 +1,8 @@
-"""Routed layers whose rows are over processes, against one process."""
+"""Routed layers and experts over processes, rows in shards, FSDP2 and DDP, against one process."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -21,11 +22,13 @@ import onepass
 from nn.table import DIM, LOCAL, TABLE, Called
 from onepass.core.launch import INTERPRET
 from onepass.nn import (
+    Experts,
     RMSNorm,
     RoutedAttention,
     RoutedBlock,
     RoutedFeedForward,
     WeightedSum,
+    update_balance,
 )
 from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type
@@ -182,3 +185,40 @@ def _(layer: str) -> None:
     if layer in ("RoutedAttention", "RoutedBlock causal"):
         with pytest.raises(TypeError, match="x must be a plain tensor, got a DTensor; give each device whole"):
             module(placed(x.flatten(0, 1), mesh(), [Shard(0)]), cu_seqlens=torch.tensor([0, 96]), max_seqlen=96)
+
+
+def _experts(num_experts: int = 4) -> Experts:
+    return Experts(DIM, num_experts, shared_dim=8, balance_rate=0.01).to(device_type(), wide(1).dtype)
+
+
+@many("experts on tokens in shards", {"rows": [8, 4]})
+def _(rows: int) -> None:
+    layer, spread = same_layer(_experts(), wide(rows, 24, DIM).to(device_type()), None, mesh(), [Shard(0)])
+    update_balance(spread)
+    # one process counts the batch once for each process here: the sign is the same
+    update_balance(layer)
+    assert torch.equal(whole(spread.expert_bias), layer.expert_bias)
+
+
+@many("experts, data parallel", {"how": ["FSDP2", "DDP", "DDP, buffers broadcast"], "num_experts": [4, 5]})
+def _(how: str, num_experts: int) -> None:
+    """Gradients are those of the whole batch, and biases stay equal; the experts need not divide by the processes."""
+    layer, x = _experts(num_experts), wide(8, 24, DIM).to(device_type())
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    parts = copy.deepcopy(layer)
+    net = fully_shard(parts, mesh=mesh()) if how == "FSDP2" else DistributedDataParallel(
+        parts, broadcast_buffers=how != "DDP"
+    )  # fmt: skip
+    for _ in range(2):
+        layer(x).square().mean().backward()
+        net(mine).square().mean().backward()
+        for (name, p), q in zip(layer.named_parameters(), parts.parameters(), strict=True):
+            torch.testing.assert_close(whole(q.grad), p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert whole(parts.tokens_per_expert).sum() == 2 * mine.shape[0] * mine.shape[1]
+        rest = [whole(t) for t in (layer.expert_bias, parts.expert_bias)]
+        assert torch.equal(*rest)
+        update_balance(parts)
+        # the whole batch, counted by each process
+        update_balance(layer)
+        assert torch.equal(whole(parts.expert_bias), layer.expert_bias)
+        assert layer.expert_bias.any()

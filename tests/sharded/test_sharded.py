@@ -1,4 +1,4 @@
-"""DTensors in several processes; cases.py gathers them from operators.py, optimizer.py, experts.py and modules.py."""
+"""DTensors in several processes; cases.py gathers them from operators.py, optimizer.py and modules.py."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_kernels_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("room", ["experts", "modules", "operators", "optimizer"])
+@pytest.mark.parametrize("room", ["modules", "operators", "optimizer"])
 def test_two_gpus(room: str) -> None:
     run("cases.py", 2, "cpu:gloo,cuda:nccl", room)
