@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import sys
+import time
 from pathlib import Path
 
 from onepass.train.commands.errors import UserError, printable
@@ -13,7 +14,7 @@ from onepass.train.commands.options import command, number
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
 takes one step per byte, with the choices of the full model. The text appears as it is written; the same seed gives the
-same text on the same machine."""
+same text on the same machine. A last line on standard error tells how fast it was."""
 EXAMPLES = """\
 examples:
   onepass train --task causal ~/notes --out runs/notes            first a model
@@ -32,9 +33,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train --task causal`"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
-    parser.add_argument(
-        "--length", type=number(1, 2**17), default=256, metavar="N", help="bytes to write (default: 256)"
-    )
+    parser.add_argument("--length", type=number(1, 2**17), default=256, metavar="N", help="in bytes (default: 256)")
     parser.add_argument(
         "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
         help="0: the likeliest byte each time; 1: as likely as the model finds it (default: 0.8)",
@@ -59,20 +58,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--prompt is empty; give at least one byte to go on from")
     if len(prompt) > seen:
         raise UserError(f"--prompt has {len(prompt):,} bytes, more than the {seen:,} that the model has seen at a time")
-    model = model.to(pick_device(args.device))
+    device = pick_device(args.device)
     if len(prompt) + args.length > seen:
         sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
-    device = model.embedding.weight.device
-    decoder = model.decoder(1, len(prompt) + args.length - 1, temperature=args.temperature, seed=args.seed)
+    decoder = model.to(device).decoder(1, len(prompt) + args.length - 1, temperature=args.temperature, seed=args.seed)
     show = codecs.getincrementaldecoder("utf-8")("replace")
     _write(show.decode(prompt))
+    began = time.perf_counter()
     try:
         for tokens in decoder.stream(torch.tensor([list(prompt)], device=device), args.length):
-            for byte in tokens[0].tolist():
-                _write(show.decode(bytes([byte])))
+            _write(show.decode(bytes(tokens[0].tolist())))
     except ValueError as error:
         raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
     _write(show.decode(b"", final=True) + "\n")
+    sys.stderr.write(f"{args.length / (time.perf_counter() - began):,.0f} tokens/s\n")
     return 0
 
 
