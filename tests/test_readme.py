@@ -185,13 +185,12 @@ def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
 
 
 def processes() -> Iterable[str]:
-    """What two keep of one's speed."""
-    steps = records("h200/raw/train_16_bits.json")["runs"]
-    alone, both = (fmean(r["step_ms"] for r in steps if (r["weights"], r["processes"]) == ("bf16", n)) for n in (1, 2))
-    yield f"a step takes {alone:.1f} ms alone and {both:.1f} ms on two H200, which keep {100 * alone / both:.1f} %"
-    one, two = records("h200/raw/data_parallel.json")["records"]
-    whole, shards = one["main_job"], two["main_job_fsdp"]
-    yield f"{shards['step_ms']:.1f} ms, {100 * whole['step_ms'] / shards['step_ms']:.0f} %"
+    found = records("h200/raw/data_parallel_four.json")["records"]
+    alone, two, four = (r["main_job"]["step_ms"] for r in found)
+    of = f"{alone:.1f} ms alone, {two:.1f} ms on two H200 and {four:.1f} ms on four, which keep {100 * alone / two:.1f}"
+    yield f"{of} and {100 * alone / four:.1f} %"
+    two, four = (r["main_job_fsdp"]["step_ms"] for r in found[1:])
+    yield f"{two:.1f} and {four:.1f} ms, {100 * alone / two:.0f} and {100 * alone / four:.0f} %"
 
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
@@ -209,7 +208,8 @@ def test_the_page_of_speed_has_the_steps_of_the_record() -> None:
     for r in records("h200/raw/decoding.json")["records"]:
         cells = (f"{r[f'{name} ms']:.3f}" for name in ("windows", "torch windows", "experts"))
         assert f"| {' | '.join(cells)} |" in page
-    us = {(r["impl"], r["case"]["window"]): r["us"] for r in records("h200/raw/transformer_block.json")[1:]}
+    blocks = (f"h200/raw/transformer_block{of}.json" for of in ("", "_windows"))
+    us = {(r["impl"], r["case"]["window"]): r["us"] for name in blocks for r in records(name)[1:]}
     told = "{:.0f} µs with windows of 128, {:.0f} without; torch compiled, `flex_attention` for windows, {:.0f} and"
     found = (us[f"{by}, CUDA graph", window] for by in ("onepass", "torch.compile") for window in (128, 0))
     assert told.format(*found) in page

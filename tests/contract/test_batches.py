@@ -23,7 +23,7 @@ Tensors = dict[int | str, Tensor]
 # a Jacobian has a row per output, and the interpreter takes a millisecond per program
 SMALL = 20 if INTERPRET else 90
 # rows and columns of the smallest argument: columns come in pairs, queries with their keys and values
-NARROWEST = {"rotary": (1, 2), "qk_norm_rope": (1, 2)}
+NARROWEST = {"rotary": (1, 2), "rotary_attention": (3, 2), "qk_norm_rope": (1, 2)}
 # which arguments are batched, whether upstream gradients are, where the batch lies, whose gradients are wanted
 CASES = (
     ("none", True, "in front", "first"),

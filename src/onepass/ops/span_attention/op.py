@@ -129,7 +129,7 @@ def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:, :, : 2 * heads], flat[:, :, 2 * heads :]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         check.floating("span_attention", name, t)
         if t.dim() != 4:
@@ -144,13 +144,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             f"{(batch, heads, width)}; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
 
+
+def _checked(
+    op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Check these beside q (batch, n) and k (batch, m); return first and last as (batch or 1, n) int32."""
     if mask is not None:
-        arguments.boolean("span_attention", mask, "may be seen")
+        arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
-            raise ValueError(
-                f"span_attention: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}"
-            )
-        check.same_device("span_attention", "mask", mask, "q", q)
+            raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
+        check.same_device(op, "mask", mask, of, q)
+    runs = (("first", first), ("last", last))
+    return tuple(_beside(q, _places(op, name, t, _INTS, of, q).to(torch.int32)) for name, t in runs)
 
 
 def _beside(q: Any, t: Any) -> Tensor:
@@ -279,15 +284,49 @@ def span_attention(
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
-    _check(q, k, v, mask)
-    runs = (
-        _beside(q, _places("span_attention", name, t, _INTS, "q", q).to(torch.int32))
-        for name, t in (("first", first), ("last", last))
-    )
+    _check(q, k, v)
+    runs = _checked("span_attention", "q", q, k, first, last, mask)
     if scale is not None:
         arguments.number("span_attention", "scale", scale, arguments.LARGEST)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     return _call(q, k, v, *runs, mask, scale)  # type: ignore[no-any-return]
+
+
+def packed_forward(qkv: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, denominators, rotated queries and keys: `rotary_attention` without checks and autograd."""
+    qk, v = split(qkv.contiguous())
+    turned = _rotary(qk, None, BASE)
+    q, k = turned.chunk(2, dim=2)
+    return *forward(q, k, v, first, last, mask, 1 / math.sqrt(max(qkv.shape[-1], 1))), turned
+
+
+def packed_backward(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
+    mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of qkv: parts of one tensor, where autograd would put it together from three."""
+    grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    (_, v), (dqk, dv) = split(qkv.contiguous()), split(grad)
+    (q, k), (dq, dk) = turned.chunk(2, dim=2), dqk.chunk(2, dim=2)
+    backward(dout, q, k, v, out, lse, first, last, mask, 1 / math.sqrt(max(qkv.shape[-1], 1)), (dq, dk, dv))
+    apply_rotary(dqk, None, BASE, True, dqk)
+    return grad
+
+
+def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n, _, heads, width = qkv.shape
+    return *_fake(qkv[:, :, 0]), qkv.new_empty((batch, n, 2 * heads, width))
+
+
+def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch."""
+    return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
+
+
+_call_packed, *_ = operator(
+    "rotary_attention", packed_forward, packed_backward, ("out", "lse", "turned"), fake=_fake_packed,
+    ways=_packed_ways, of=("qkv",),
+)  # fmt: skip
 
 
 def rotary_attention(qkv: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -307,6 +346,9 @@ def rotary_attention(qkv: Tensor, first: Tensor, last: Tensor, *, mask: Tensor |
         >>> rotary_attention(torch.randn(2, 10, 3, 4, 8), i - 3, i + 1).shape
         torch.Size([2, 10, 4, 8])
     """
-    qk, v = torch.split(qkv, [2, 1], 2)  # type: ignore[no-untyped-call]
-    q, k = rotary(qk.flatten(2, 3)).chunk(2, dim=2)
-    return span_attention(q, k, v.squeeze(2), first, last, mask=mask)
+    check.floating("rotary_attention", "qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3 or qkv.shape[4] % 2:
+        shape = tuple(qkv.shape)
+        raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), width even, got {shape}")
+    first, last = _checked("rotary_attention", "qkv", qkv, qkv, first, last, mask)
+    return _call_packed(qkv, first, last, mask)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The contracts of span_attention and rotary."""
+"""The contracts of span_attention, rotary and rotary_attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import definition
-from .op import rotary, span_attention
+from .op import rotary, rotary_attention, span_attention
 
 
 def _qkv(make: Callable[..., Tensor], batch: int, n: int, m: int, heads: int, width: int) -> tuple[Tensor, ...]:
@@ -82,7 +82,35 @@ _ROTARY_BAD = (
     BadCall("floats", lambda: rotary(torch.ones(2, 3, 1, 4), torch.ones(3)), TypeError, "positions must be int64"),
 )
 
+
+def _packed_reference(qkv: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    q, k, v = qkv.unbind(2)
+    return definition.reference(definition.rotate(q), definition.rotate(k), v, first, last, mask=mask)
+
+
+def _packed_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    i = torch.arange(40, device=make(1).device)
+    window = i // 8 * 8
+    yield Sample("window", (make(2, 40, 3, 2, 16), window - 8, window + 16))
+    yield Sample("mask", (make(1, 40, 3, 1, 8), window - 8, i + 1), {"mask": (i % 3 != 0)[None]})
+    yield Sample("one token, one head, one pair", (make(1, 1, 3, 1, 2), i[:1], i[:1] + 1))
+    yield Sample("one pair", (make(2, 5, 3, 2, 2), i[:5] - 2, i[:5] + 1))
+    yield Sample("no tokens", (make(2, 0, 3, 1, 8), i[:0], i[:0]))
+
+
+def _packed(*shape: int, queries: int = 3, device: str = "cpu") -> Callable[[], Tensor]:
+    return lambda: rotary_attention(torch.ones(shape, device=device), torch.arange(queries), torch.arange(3))
+
+
+_PACKED_BAD = (
+    BadCall("not packed", _packed(2, 3, 1, 4), ValueError, r"qkv must be \(batch, n, 3, heads, width\)"),
+    BadCall("odd", _packed(2, 3, 3, 1, 5), ValueError, "width even"),
+    BadCall("short span", _packed(2, 3, 3, 1, 4, queries=2), ValueError, "rotary_attention: first must be"),
+    BadCall("device", _packed(2, 3, 3, 1, 4, device="meta"), ValueError, "first is on cpu but qkv is on meta"),
+)
+
 SPECS = [
+    Spec("rotary_attention", rotary_attention, _packed_reference, _packed_samples, _PACKED_BAD),
     Spec("rotary", rotary, definition.rotate, _rotary_samples, _ROTARY_BAD),
     Spec("span_attention", span_attention, definition.reference, _samples, _BAD),
 ]
