@@ -1,6 +1,6 @@
 """Every test marked gpu, in several processes a GPU, with a record of the counts: `make gpu`.
 
-Tests in several processes of their own (tests/sharded) need two GPUs and run side by side: `--sharded`.
+Each process sees one GPU. Tests that need two, and start processes of their own, run by `--sharded`, side by side.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/gpu.py", description=__doc__)
     parser.add_argument("--record", type=Path, help="write counts, versions and seconds to this JSON file")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes a GPU (%(default)s)")
-    parser.add_argument("--sharded", action="store_true", help="tests/sharded alone, on two GPUs or more")
+    parser.add_argument("--sharded", action="store_true", help="those that need two GPUs or more alone")
     parser.add_argument("tests", nargs="*", help="files and folders (default: all)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here")
-    chosen = args.tests or (["tests/sharded"] if args.sharded else ["tests", "--ignore=tests/sharded"])
+    several = ["tests/sharded", "tests/optim/test_lion_gpu.py::test_other_devices_are_guarded"]
+    chosen = args.tests or (several if args.sharded else ["tests", "--ignore=tests/sharded"])
     given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     seen = [""] if args.sharded else [f"//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in given.split(",")]
     begun = time.monotonic()

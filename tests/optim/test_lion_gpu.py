@@ -105,9 +105,8 @@ def test_more_than_2_to_31_elements() -> None:
     assert p.count_nonzero() == 4
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_other_devices_are_guarded() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
     params = [torch.ones(3, device=f"cuda:{i}", requires_grad=True) for i in (0, 1)]
     for p in params:
         p.grad = torch.ones_like(p)
