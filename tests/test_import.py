@@ -219,3 +219,16 @@ def test_a_misspelt_option(command: list[str], said: str, capsys: pytest.Capture
         main(command)
     assert stop.value.code == 2
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("run", [["onepass", "doctor"], ["-m", "onepass"], ["-c", "import onepass"]])
+def test_ctrl_c_while_torch_loads(run: list[str], tmp_path: Path) -> None:
+    """The command ends in one line, as later; a program gets its exception."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "onepass").write_text("from onepass.__main__ import main\nmain()\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(onepass.__file__).parents[1]}"}
+    done = subprocess.run([sys.executable, *run], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    if run[0] == "-c":
+        assert "KeyboardInterrupt" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (130, "onepass: interrupted\n")

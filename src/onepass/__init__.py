@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from onepass._interrupt import is_loaded as _is_loaded
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.experts.op import expert_order, experts
 from onepass.ops.norm.op import Quantized, layer_norm, rms_norm
@@ -10,6 +11,8 @@ from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import TopK, kth_value, topk
 from onepass.ops.weighted_sum.op import weighted_sum
+
+_is_loaded()
 
 __version__ = "0.1.0"
 

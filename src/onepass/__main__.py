@@ -73,7 +73,12 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command of `onepass`; return its exit code."""
-    return run_command(parser(), argv)
+    try:
+        return run_command(parser(), argv)
+    except KeyboardInterrupt:
+        # before the command began
+        print("onepass: interrupted", file=sys.stderr)
+        return 130
 
 
 def run_command(top: Parser, argv: Sequence[str] | None) -> int:

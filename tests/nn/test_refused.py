@@ -25,6 +25,8 @@ from onepass.nn import (
     Router,
     TransformerBlock,
     WeightedSum,
+    load_balancing_loss,
+    router_z_loss,
     routing_stats,
 )
 
@@ -119,6 +121,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"balance_rate": -1}, ValueError, "balance_rate must be a finite number ≥ 0, got -1"),
         ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 0, got -1"))),
     (ValueError, r"Experts: x must be \(…, dim = 16\), got \(2, 9, 4\)", lambda: Experts(16, 2)(X[..., :4])),
+    *((TypeError, rf"{loss.__name__}: routing must be layer\(x, return_routing=True\)\[1\], got Tensor",
+       lambda loss=loss: loss(X)) for loss in (load_balancing_loss, router_z_loss)),
     (ValueError, "order: num_experts must be ≥ 1, got 0", lambda: expert_order(torch.zeros(2, 2).int(), 0)),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),

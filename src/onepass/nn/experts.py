@@ -205,10 +205,8 @@ class Experts(nn.Module):
         __call__: RoutedCall[ExpertRouting]
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, hidden_dim={self.hidden_dim}, "
-            f"activation={self.activation!r}, score_func={self.score_func!r}"
-        )
+        options = "num_experts", "top_k", "hidden_dim", "activation", "score_func"
+        return ", ".join((str(self.dim), *(f"{name}={getattr(self, name)!r}" for name in options)))
 
 
 def _here(t: Tensor) -> Tensor:
@@ -255,10 +253,12 @@ def move_bias(layer: Experts, count: Tensor) -> None:
     _here(layer.tokens_per_expert).zero_()
 
 
-def _of_real(values: Tensor, routing: ExpertRouting) -> Tensor:
-    """Return the mean over real tokens of values (…, m)."""
+def _of_real(op: str, routing: ExpertRouting, of: Any) -> Tensor:
+    """Return the mean over real tokens of what `of` makes of their logits."""
+    if not isinstance(routing, ExpertRouting):
+        raise TypeError(f"{op}: routing must be layer(x, return_routing=True)[1], got {type(routing).__name__}")
     real = routing.indices[..., 0] >= 0
-    return torch.where(real[..., None], values, 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
+    return torch.where(real[..., None], of(routing.logits), 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
 
 
 def load_balancing_loss(routing: ExpertRouting) -> Tensor:
@@ -276,8 +276,8 @@ def load_balancing_loss(routing: ExpertRouting) -> Tensor:
         >>> bool(load_balancing_loss(routing) > 0)
         True
     """
-    share = routing.counts / routing.counts.sum().clamp(min=1)
-    return len(routing.counts) * (share * _of_real(routing.logits.softmax(-1), routing)).sum()
+    p = _of_real("load_balancing_loss", routing, lambda z: z.softmax(-1))
+    return len(p) * (routing.counts / routing.counts.sum().clamp(min=1) * p).sum()
 
 
 def router_z_loss(routing: ExpertRouting) -> Tensor:
@@ -292,4 +292,4 @@ def router_z_loss(routing: ExpertRouting) -> Tensor:
         >>> router_z_loss(routing).shape
         torch.Size([])
     """
-    return _of_real(routing.logits.logsumexp(-1, keepdim=True).square(), routing)[0]
+    return _of_real("router_z_loss", routing, lambda z: z.logsumexp(-1, keepdim=True).square())[0]

@@ -101,15 +101,6 @@ def test_many_equal_scores_at_the_edge_of_saturation(kind: str, device: str, n: 
     assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST
 
 
-@pytest.mark.skipif(INTERPRET, reason="takes minutes; the test above has fewer columns")
-@pytest.mark.parametrize("n", [100000, 200000])
-@pytest.mark.parametrize(("kind", "given"), [("capped_exp", (1.0, 1.0)), ("clamp", (5.0, 0.03))])
-def test_plateaus_of_long_rows(n: int, kind: str, given: tuple[float, float]) -> None:
-    s, k, eps = scores("plateau", n), n - given[0], torch.tensor(given[1])
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-    assert (y.double() - solved(s, k, eps.double().item(), kind)).abs().max() <= LARGEST
-
-
 @pytest.mark.parametrize("kind", ["sigmoid", "laplace", "clamp"])
 def test_mask_and_a_k_for_each_row(kind: str) -> None:
     n = 16384
