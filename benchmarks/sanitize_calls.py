@@ -227,14 +227,14 @@ def fused() -> Iterator[Call]:
         given: list[Tensor | None] = [make(2, 41, 33), make(33), make(33) / 6, make(2, 41), make(2, 41, 33), None, None]
         given[5] = (torch.arange(41)[None] < torch.tensor([[41], [32]])).to(DEVICE) if mask else None
         if not scored:
-            given[2:4] = None, None
-            given[4], given[6] = make(2, 9, 33), torch.arange(0, 36, 2).view(2, 9).to(DEVICE)
+            given[2:5], given[6] = [None, None, make(2, 9, 33)], torch.arange(0, 36, 2).view(2, 9).to(DEVICE)
         found = []
         for device in (DEVICE, "cpu"):
             x, w, v, ds, dy, real, rows = (None if t is None else t.to(device) for t in given)
-            y, s, stats = norms.norm_forward(x, rows, w, v, 1e-6, 1e-6, FP32, real)
-            partials = norms.norm_partials(x, dy.shape[0] * dy.shape[1], w, v)
-            dx = norms.norm_backward_into(partials, dy, x, rows, w, v, stats, s, ds, True, mask=real)
+            way = norms.way(x, w, v)
+            y, s, stats = way.forward(x, rows, real, w, v, 1e-6, 1e-6, FP32)
+            partials = x.new_empty(way.programs(x, dy.shape[0] * dy.shape[1]), 33 if v is None else 66)
+            (dx,) = way.backward(dy, x, rows, real, w, v, stats, s, ds, None, 1, True, partials, None)
             found.append([t.cpu() for t in (y, s, dx, partials.sum(0)) if t is not None])
         for a, e in zip(*found, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4 * max(1.0, float(e.abs().max())))

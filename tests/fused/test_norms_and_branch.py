@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.fused import branch
+from onepass.fused import branch, norms
 from onepass.fused.choice import Choice, choose_keys
-from onepass.fused.norms import norm_backward_into, norm_forward, norm_partials
 from onepass.ops.routing import definition
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
@@ -63,14 +62,14 @@ def test_norm_and_scores(device: str, dim: int, vectors: str, given: str) -> Non
     if "mask" in given:
         real[0, [1, 5, 8]], real[1], x[0, 1], x[0, 5], x[1] = False, False, torch.nan, torch.inf, torch.nan
     mask = real if "mask" in given else None
-    normed, scores, stats = norm_forward(x, None, weight, v, EPS, 1e-6, dtype, mask)
-    assert scores is not None
+    way = norms.way(x, weight, v)
+    normed, scores, stats = way.forward(x, None, mask, weight, v, EPS, 1e-6, dtype)
     dn, ds = torch.randn_like(normed), torch.randn_like(scores)
     ds[..., ::3] = 0
     dn[~real], ds[..., ~real] = torch.nan, torch.inf
     explored = torch.randn(2, 3, dtype=dtype, device=device) if given == "explored" else None
-    partials = norm_partials(x, 18, weight, v, 5)
-    dx = norm_backward_into(partials, dn, x, None, weight, v, stats, scores, ds, True, explored, 3, mask)
+    partials = x.new_empty(way.programs(x, 18), dim + v.numel() + 5)
+    (dx,) = way.backward(dn, x, None, mask, weight, v, stats, scores, ds, explored, 3, True, partials, None)
     x64, v64 = (t.double().requires_grad_() for t in (x, v))
     w64, seen = (x64.new_ones(dim) if weight is None else weight.double()), x64.masked_fill(~real[..., None], 0)
     outs = [_norm(seen, w64.requires_grad_()), _scores(seen, v64)]
@@ -90,18 +89,18 @@ def test_norm_of_chosen_tokens(device: str) -> None:
     dtype, limit = _limits(device)
     x, w = torch.randn(2, 9, 64, dtype=dtype, device=device), torch.rand(64, dtype=dtype, device=device)
     indices = torch.tensor([[3, -1, 0, 8], [5, 4, 1, -1]], device=device)
-    normed, scores, stats = norm_forward(x, indices, w, None, EPS, 0.0, dtype)
+    way = norms.way(x, w, None)
+    normed, scores, stats = way.forward(x, indices, None, w, None, EPS, 0.0, dtype)
     assert scores is None
     dn = torch.randn_like(normed)
-    partials = norm_partials(x, 18, w, None, 64)
-    dx = norm_backward_into(partials[:, 64:], dn, x, indices, w, None, stats, None, None, True)
+    partials = x.new_empty(way.programs(x, 18), 128)
+    (dx,) = way.backward(dn, x, indices, None, w, None, stats, None, None, None, 1, True, partials[:, 64:], None)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
     out = _norm(definition.gather(x64, indices), w64)
     (dw,) = torch.autograd.grad(out, w64, dn.double(), retain_graph=True)
     chosen = definition.gather(x64, indices).detach().requires_grad_()
     (rows,) = torch.autograd.grad(_norm(chosen, w64), chosen, dn.double())
     _close([normed, partials[:, 64:].sum(0)], [out, dw], limit)
-    assert dx is not None
     _close([dx * (indices >= 0)[..., None]], [rows * (indices >= 0)[..., None]], limit)
 
 

@@ -113,13 +113,17 @@ def _heads(rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
     return rows.view(batch, total // batch, parts, heads, columns // (parts * heads))
 
 
-def _attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return (span.forward_op if is_fake(q) else span.forward)(q, *rest)  # type: ignore[no-any-return]
+def _attention(q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> tuple[Tensor, Tensor]:
+    mask, first, last = runs
+    return (span.forward_op if is_fake(q) else span.forward)(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
 
 
-def _attention_backward(dy: Tensor, *rest: Any) -> None:
+def _attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, runs: Any, scale: float, into: Any
+) -> None:
     if not is_fake(dy):
-        span.backward(dy, *rest)
+        mask, first, last = runs
+        span.backward(dy, q, k, v, y, lse, first, last, mask, scale, into)
 
 
 @replayed
@@ -144,23 +148,23 @@ def _before_products(
 @partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
-    heavy_first: Tensor, heavy_last: Tensor,
+    *runs: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
-    qkv, q and kv are rows of products, and so are the attentions' results.
+    qkv, q and kv are rows of products, and so are the attentions' results. `runs` are the light ones, then the heavy.
     """
     batch, scale = at_q.shape[0], 1 / math.sqrt(plan.width)
     qk, light_v = split(_heads(qkv, batch, 3, plan.light_heads))
     apply_rotary(qk, None, BASE, False, qk)
-    light, light_lse = _attention(*qk.chunk(2, dim=2), light_v, light_first, light_last, light_mask, scale)
+    light_q, light_k = qk.chunk(2, dim=2)
+    light, light_lse = _attention(light_q, light_k, light_v, runs[:3], scale)
     query = _heads(q, batch, 1, plan.heavy_heads).select(2, 0)
     k, v = _heads(kv, batch, 2, plan.heavy_heads).unbind(2)
     apply_rotary(query, at_q, BASE, False, query)
     apply_rotary(k, at_kv, BASE, False, k)
     gated = steps(v).gate(v, gates_kv)
-    heavy, heavy_lse = _attention(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
+    heavy, heavy_lse = _attention(query, k, gated, runs[3:], scale)
     return light.view(qkv.shape[0], plan.light_heads * plan.width), light_lse, gated, heavy.view(q.shape), heavy_lse
 
 
@@ -168,8 +172,7 @@ def _attend(
 def _attend_backward(
     d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
     gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
-    heavy_first: Tensor, heavy_last: Tensor,
+    *runs: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
     scale, batch, near, far = 1 / math.sqrt(plan.width), at_q.shape[0], plan.light_heads, plan.heavy_heads
@@ -177,16 +180,12 @@ def _attend_backward(
     (qk, light_v), (d_qk, d_light_v) = (split(_heads(t, batch, 3, near)) for t in (qkv, d_qkv))
     (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
     dy, y = (_heads(t, batch, 1, near).select(2, 0) for t in (d_light, light))
-    _attention_backward(
-        dy, light_q, light_k, light_v, y, light_lse, light_first, light_last, light_mask, scale,
-        (d_light_q, d_light_k, d_light_v),
-    )  # fmt: skip
+    into = d_light_q, d_light_k, d_light_v
+    _attention_backward(dy, light_q, light_k, light_v, y, light_lse, runs[:3], scale, into)
     apply_rotary(d_qk, None, BASE, True, d_qk)
     (k, v), (dk, dv) = (_heads(t, batch, 2, far).unbind(2) for t in (kv, dkv))
     dy, y, query, d_query = (_heads(t, batch, 1, far).select(2, 0) for t in (d_heavy, heavy, q, dq))
-    _attention_backward(
-        dy, query, k, gated, y, heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
-    )  # fmt: skip
+    _attention_backward(dy, query, k, gated, y, heavy_lse, runs[3:], scale, (d_query, dk, dv))
     apply_rotary(d_query, at_q, BASE, True, d_query)
     apply_rotary(dk, at_kv, BASE, True, dk)
     return d_qkv, dq, dkv, steps(v).gate_backward(dv, v, gates_kv)

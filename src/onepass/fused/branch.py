@@ -87,8 +87,7 @@ def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor
     there = [t for t in weights if t is not None]
     kernels = kernels_for(there[0])
     if kernels and all(t.is_contiguous() and t.dtype != dtype for t in there):
-        missing = (None,) * (kernels.TENSORS - len(weights))
-        return kernels.cast(*weights, *missing, dtype)[: len(weights)]  # type: ignore[no-any-return]
+        return kernels.cast(dtype, *weights)  # type: ignore[no-any-return]
     return tuple(None if t is None else t.to(dtype) for t in weights)
 
 

@@ -350,18 +350,14 @@ def cast_kernel(
 
 
 @replayed
-def cast(
-    a0: Tensor, a1: Tensor | None, a2: Tensor, a3: Tensor | None, a4: Tensor, a5: Tensor | None, a6: Tensor,
-    a7: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return each tensor (contiguous) cast to `dtype`; None stays None."""
-    tensors = (a0, a1, a2, a3, a4, a5, a6, a7)
+def cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return each tensor (contiguous) of up to eight cast to `dtype`; None stays None."""
     out = [None if t is None else torch.empty(t.shape, dtype=dtype, device=t.device) for t in tensors]
     sizes = [0 if t is None else t.numel() for t in tensors]
-    unit = math.gcd(16, *sizes)
+    unit, none = math.gcd(16, *sizes), TENSORS - len(tensors)
     launch(
-        cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *out), tuple(n // unit for n in sizes),
-        (unit, CAST_BLOCK), num_warps=4,
+        cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *[None] * none, *out, *[None] * none),
+        (*(n // unit for n in sizes), *[0] * none), (unit, CAST_BLOCK), num_warps=4,
     )  # fmt: skip
     return tuple(out)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, even_rows, launch, next_power_of_2, replayed, sm_count
 from onepass.ops._shared.kernels_tokens import named, strided
+from onepass.ops.routing.op import as_bytes
 
 # a program keeps whole rows in registers between the sums and the result
 MAX_COLS = 4096
@@ -232,7 +233,7 @@ def forward(
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return y (batch, m, d) in `dtype`, scores ([R,] batch, m) or None, and statistics, for x (batch, n, d)."""
-    x = even_rows(strided(x)[0], 8)
+    x, mask = even_rows(strided(x)[0], 8), as_bytes(mask)
     weight, vectors = (None if v is None else aligned(v) for v in (weight, vectors))
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     m = n if indices is None else indices.shape[1]
@@ -252,9 +253,9 @@ def forward(
     return y, scores, stats
 
 
-def programs(x: Tensor, rows: int, d: int) -> int:
+def programs(x: Tensor, rows: int) -> int:
     """Return how many programs share the rows in backward, unless a given buffer of partials decides it."""
-    block_r, _, _, _, per_sm = _backward_tile(d)
+    block_r, _, _, _, per_sm = _backward_tile(x.shape[-1])
     return min(per_sm * sm_count(x), cdiv(rows, block_r))
 
 
@@ -271,13 +272,13 @@ def backward(
     `partials` (programs, …), with unit column stride, gets (1 + R)·d columns: each program's partials of the gradients
     of weight and vectors.
     """
-    x, batch_stride, row_stride = strided(x)
+    (x, batch_stride, row_stride), mask = strided(x), as_bytes(mask)
     batch, n, d = x.shape
     m = dy.shape[1]
     routes = 0 if vectors is None else vectors.numel() // d
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c, warps, stages, _ = _backward_tile(d)
-    grid = programs(x, batch * m, d) if partials is None else partials.shape[0]
+    grid = programs(x, batch * m) if partials is None else partials.shape[0]
     dx = torch.empty((batch, m, d), dtype=x.dtype, device=x.device) if need_x else None
     launch(
         backward_kernel, (grid, 1, 1),

@@ -1,7 +1,11 @@
-"""RMS norm of all tokens with their scores, or of chosen tokens: by kernels or torch, without checks and autograd."""
+"""RMS norm of all tokens with their scores, or of chosen tokens: by kernels or torch, without checks and autograd.
+
+Torch's steps have the names and arguments of the launchers in `kernels_norm`: `way` chooses.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +16,7 @@ from onepass.core.eager import outside_autocast
 from onepass.core.launch import uses_triton
 from onepass.core.sums import row_sum
 from onepass.ops.routing.definition import gather, score_backward, score_forward, widest, zero_padding
-from onepass.ops.routing.op import add_rows, as_bytes
+from onepass.ops.routing.op import add_rows
 
 from . import branch
 
@@ -20,11 +24,25 @@ from . import branch
 WIDEST = 4096
 
 
+def way(x: Tensor, weight: Tensor | None, vectors: Tensor | None) -> Any:
+    """Return the module whose `forward`, `backward` and `programs` compute: `kernels_norm`, or this one."""
+    if not uses_triton(x, weight, vectors):
+        return sys.modules[__name__]
+    from . import kernels_norm
+
+    return kernels_norm
+
+
 @outside_autocast  # a caller's would round the scores to 16 bits and thereby change the choice of tokens
-def _by_torch(
+def forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return the RMS norm y (batch, m, d) of all tokens or of those in indices (batch, m), scores, and statistics.
+
+    Scores are (batch, m) for a vector (d,), (R, batch, m) for vectors (R, d), None for None. `mask` (batch, n) is for
+    calls without indices: a token that is False there counts as zeros, whatever it holds, and has no gradient.
+    """
     x = zero_padding(x, mask)
     scores = None
     if vectors is not None:
@@ -39,41 +57,22 @@ def _by_torch(
     return y.to(dtype).contiguous(), scores, stats
 
 
-def norm_forward(
-    x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
-    dtype: torch.dtype, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the RMS norm y (batch, m, d) of all tokens or of those in indices (batch, m), scores, and statistics.
-
-    Scores are (batch, m) for a vector (d,), (R, batch, m) for vectors (R, d), None for None. `mask` (batch, n) is for
-    calls without indices: a token that is False there counts as zeros, whatever it holds, and has no gradient.
-    """
-    if not uses_triton(x, weight, vectors):
-        return _by_torch(x, indices, mask, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
-    from .kernels_norm import forward
-
-    return forward(x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
+def programs(x: Tensor, rows: int) -> int:
+    """Return how many rows the buffer of partials has."""
+    return 1
 
 
-def norm_backward_into(
-    partials: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
-    vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
-    explore_grad: Tensor | None = None, stride: int = 1, mask: Tensor | None = None, residual: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Return dx for each row of :func:`norm_forward`; write partials of the weight's and the vectors' gradients.
+def backward(
+    dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
+    stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
+    partials: Tensor | None, residual: Tensor | None,
+) -> tuple[Tensor | None]:  # fmt: skip
+    """Return (dx,) for each row of :func:`forward`; write partials of the weight's and the vectors' gradients.
 
     They fill the first columns of `partials`, which is None where they are not needed. `explore_grad`
     (batch, ⌈tokens / stride⌉) is added to ds at each `stride`-th token, for the first vector alone.
     `residual`, in the shape of dx and contiguous, is added to dx.
     """
-    if uses_triton(x, weight, vectors):
-        from . import kernels_norm
-
-        (dx,) = kernels_norm.backward(
-            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials,
-            residual,
-        )  # fmt: skip
-        return dx  # type: ignore[no-any-return]
     x, dy = zero_padding(x, mask), zero_padding(dy, mask)
     wide = widest(x.dtype)
     f = (x if indices is None else gather(x, indices)).to(wide)
@@ -100,23 +99,9 @@ def norm_backward_into(
         width = sum(g.numel() for g in grads)
         partials[:, :width] = torch.cat(grads).view(1, -1)
     if not need_x:
-        return None
+        return (None,)
     dx = dx.to(x.dtype).contiguous()
-    return dx if residual is None else (dx + residual).to(dx.dtype)
-
-
-def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None, more: int = 0) -> Tensor:
-    """Return the buffer of partials for :func:`norm_backward_into`; its sum over rows is both gradients.
-
-    `more` columns come after those, for the norms of other rows.
-    """
-    width = x.shape[-1] + (0 if vectors is None else vectors.numel()) + more
-    programs = 1
-    if uses_triton(x, weight, vectors):
-        from . import kernels_norm
-
-        programs = kernels_norm.programs(x, rows, x.shape[-1])
-    return torch.empty((programs, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return (dx if residual is None else (dx + residual).to(dx.dtype),)
 
 
 def score_tokens(
@@ -126,7 +111,8 @@ def score_tokens(
 
     These are of the weights, in the branches' dtype; there are none if all have it.
     """
-    normed, scores, stats = norm_forward(x, None, weight, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
+    norm = way(x, weight, vectors).forward
+    normed, scores, stats = norm(x, None, mask, weight, vectors, plan.eps, plan.score_eps, plan.dtype)
     # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
     y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
@@ -137,7 +123,7 @@ def norm_chosen(
     x: Tensor, indices: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the normed chosen tokens as rows, and their statistics."""
-    chosen, _, stats = norm_forward(x, indices, weight, None, eps, 0.0, dtype)
+    chosen, _, stats = way(x, weight, None).forward(x, indices, None, weight, None, eps, 0.0, dtype)
     return chosen.view(-1, x.shape[-1]), stats
 
 
@@ -158,25 +144,27 @@ def through_norms(
     d = x.shape[-1]
     tokens, learn = x.numel() // d, sum(need for *_, need in lists)
     vectors = None if ds is None else vectors
+    norm = way(x, weight, vectors)
     begin = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
     partials = None
-    if need_sums:
-        partials = norm_partials(x, tokens, weight, vectors, d * learn)
-    elif learn:
-        partials = norm_partials(x, tokens, lists[0][2], None, d * (learn - 1))
+    if begin or learn:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        partials = torch.empty((norm.programs(x, tokens), begin + d * learn), dtype=dtype, device=x.device)
     updates = []
     for dy, indices, of_list, of_rows, need in lists:
         if dy is not None:
             into, dy = None if partials is None or not need else partials[:, begin:], dy.view(*indices.shape, d)
-            update = norm_backward_into(into, dy, x, indices, of_list, None, of_rows, None, None, need_x)
+            (update,) = way(x, of_list, None).backward(
+                dy, x, indices, None, of_list, None, of_rows, None, None, None, 1, need_x, into, None
+            )
             updates.append((update, indices))
             begin += d if need else 0
     dx = None
     if need_x or need_sums:
-        dx = norm_backward_into(
-            partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x,
-            None, weight, vectors, stats, None if vectors is None else scores, None if ds is None else ds.contiguous(),
-            need_x, explore_grad, max(1, stride), mask, residual,
+        (dx,) = norm.backward(
+            torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None, mask, weight, vectors, stats,
+            None if vectors is None else scores, None if ds is None else ds.contiguous(), explore_grad, max(1, stride),
+            need_x, partials if need_sums else None, residual,
         )  # fmt: skip
     if dx is not None:
         # in place, as the node alone holds dx; one after the other, as a token may be in several lists

@@ -37,12 +37,6 @@ class _Fresh(torch.autograd.Function):
         return None, *(None if g is None else g.clone() for g in grads)
 
 
-def _describe(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
-    return value
-
-
 _SIMPLE = {bool, int, float, str, torch.dtype, type(None)}
 
 
@@ -127,7 +121,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     if not isinstance(module, nn.Module):
         raise TypeError(f"graphed: module must be an nn.Module, got {type(module).__name__}")
     check_size("graphed", "warmup", warmup)
-    _check_tensors(tensors)
+    samples = _described(tensors)
     for i, t in enumerate(tensors):
         if not t.is_cuda:
             raise ValueError(f"graphed: tensor {i} must be on a CUDA device, got one on {t.device}")
@@ -135,8 +129,8 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         raise ValueError("graphed: give the sample arguments; a module without arguments has nothing to replay for")
     if not torch.is_grad_enabled():
         raise ValueError("graphed: it captures a backward pass too: call it with gradients enabled")
-    device = tensors[0].device
-    samples, captured = [_describe(t) for t in tensors], settings(module, device)
+    device, n = tensors[0].device, len(tensors)
+    captured = settings(module, device)
     autocast = captured["autocast"]
     # the parameters as arguments, so that each call hands in views of its own; a frozen one needs no gradient
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -144,7 +138,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     calls = [0]
 
     def body(*given: Tensor) -> Any:
-        return module(*given[: len(samples)])
+        return module(*given[:n])
 
     # autocast's cache would tie the graph to casts that live only as long as the context
     with (
@@ -156,25 +150,19 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         )
 
     def run(*given: Tensor) -> Any:
-        _check_tensors(given)
-        if len(given) != len(samples):
-            raise ValueError(f"graphed: {len(samples)} tensors were captured, got {len(given)}")
-        for i, (t, sample) in enumerate(zip(given, samples, strict=True)):
-            if _describe(t) != sample:
-                names = "shape", "dtype", "device", "requires_grad"
-                told = [
-                    f"{name} was {was}, got {now}"
-                    for name, was, now in zip(names, sample, _describe(t), strict=True)
-                    if was != now
-                ]
-                raise ValueError(f"graphed: tensor {i} differs from its sample ({'; '.join(told)}): capture another")
+        refuse_changed(samples, _described(given))
         refuse_changed(captured, settings(module, device))
         return replay(*_Fresh.apply(calls, *given, *parameters))  # type: ignore[no-untyped-call]
 
     return run
 
 
-def _check_tensors(tensors: tuple[Any, ...]) -> None:
+def _described(tensors: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what a graph can't follow of its arguments, by name; raise TypeError unless they are tensors."""
+    found: dict[str, Any] = {"the number of tensors": len(tensors)}
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
             raise TypeError(f"graphed: argument {i} must be a tensor, got {type(t).__name__}")
+        found[f"the shape of tensor {i}"] = list(t.shape)
+        found |= {f"the {what} of tensor {i}": getattr(t, what) for what in ("dtype", "device", "requires_grad")}
+    return found
