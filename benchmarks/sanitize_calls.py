@@ -103,16 +103,14 @@ def _on_few(calls: Iterator[Call]) -> Iterator[Call]:
 
 
 def _in_8_bits(x: Tensor) -> None:
-    """Codes and scales by row and by block, alone and beside y."""
+    """Codes and scales by row and by block, within a step: y may differ in its last bit."""
     import onepass
     from onepass.ops.norm.definition import to_e4m3
 
     for by, columns in (("row", x.shape[-1]), ("block", 128)):
-        found = onepass.rms_norm(x, quantize=by, out_dtype=x.dtype)  # type: ignore[call-overload]
-        alone = onepass.rms_norm(x, quantize=by)  # type: ignore[call-overload]
-        for actual, expected in zip(found[:2], to_e4m3(found.y, columns), strict=True):
-            torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0)
-        torch.testing.assert_close(alone.values.float(), found.values.float(), rtol=0, atol=0)
+        found = onepass.rms_norm(x, quantize=by)  # type: ignore[call-overload]
+        for actual, expected in zip(found, to_e4m3(onepass.rms_norm(x), columns), strict=True):
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=0.13, atol=2**-9)
 
 
 def norm() -> Iterator[Call]:
@@ -126,10 +124,9 @@ def norm() -> Iterator[Call]:
     yield from of_spec(rms, FP32, ("offset, residual",))
     yield from of_spec(rms, BF16, ("one row per program", "residual"))
     for dtype in (FP32, BF16):
-        yield from of_spec(layer, dtype, ("weights per head, chunks", "adaptive", "gate, bias per head"))
-        yield from of_spec(
-            rms, dtype, ("gate by sigmoid, chunks, residual", "gate first, groups, residual", "rounded twice")
-        )
+        yield from of_spec(layer, dtype, ("weights per head, chunks", "adaptive"))
+        gates = "gate by sigmoid, chunks, residual", "gate first, groups, residual", "gate, bias per head"
+        yield from of_spec(rms, dtype, (*gates, "rounded twice"))
         yield f"rms_norm, 8 bits, {str(dtype)[6:]}", functools.partial(_in_8_bits, maker(dtype)(5, 384))
     # just wider than what one program takes; 41000 columns are read in turns that overlap
     for dtype in (FP32, BF16):

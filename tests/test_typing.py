@@ -43,9 +43,9 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.rms_norm(x, x, x, gate=x, gate_first=True, groups=2, rounding="twice"), Tensor)
     assert_type(onepass.layer_norm(x, x, x, offset=1.0, out_dtype=torch.float32), Tensor)
     assert_type(onepass.rms_norm(x, quantize="row"), onepass.Quantized)
-    assert_type(onepass.layer_norm(x, quantize="block", residual=x), tuple[onepass.Quantized, Tensor])
-    assert_type(onepass.rms_norm(x, quantize="row").y, Tensor | None)
+    assert_type(onepass.rms_norm(x, quantize="block", residual=x), tuple[onepass.Quantized, Tensor])
     onepass.rms_norm(x, quantize="int8")  # wrong
+    onepass.layer_norm(x, gate=x)  # wrong
     onepass.rms_norm(x, rounding="never")  # wrong
     assert_type(onepass.qk_norm_rope(x, x, x, None, cos=x, sin=x, positions=x), tuple[Tensor, Tensor])
     onepass.qk_norm_rope(x, x)  # wrong

@@ -22,9 +22,9 @@ def _norm(x: Tensor, norm: Callable[..., Any], **options: Any) -> Any:
     return [t.view(x.shape) for t in norm(flat[0], flat[1], residual=flat[0], **options)]
 
 
-def _quantized(x: Tensor) -> tuple[Tensor, ...]:
-    values, scales, y = onepass.rms_norm(x.flatten(-2), quantize="row", out_dtype=x.dtype)
-    return values.view(x.shape), scales, y.view(x.shape)
+def _quantized(x: Tensor, *shape: Any) -> tuple[Tensor, ...]:
+    (values, scales), s = onepass.rms_norm(x, *shape, residual=x, quantize="row")
+    return values, scales, s
 
 
 # (a call of x (3, 5, 6), the same of a last dimension)
@@ -50,7 +50,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         lambda x: _norm(x, onepass.rms_norm, offset=1.0),
     ),
     "an int": (lambda x: onepass.layer_norm(x, 6, W[0], None, 0.1), lambda x: onepass.layer_norm(x, W[0], eps=0.1)),
-    "8 bits": (lambda x: onepass.rms_norm(x, (5, 6), quantize="row", out_dtype=x.dtype), _quantized),
+    "8 bits": (
+        lambda x: _quantized(x, (5, 6)),
+        lambda x: [t if t.shape[-1] == 1 else t.view(x.shape) for t in _quantized(x.flatten(-2))],
+    ),
 }  # fmt: skip
 
 

@@ -75,8 +75,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gate": {"gate": 3},
     "gate first, by sigmoid": {"gate": 3, "gate_first": True, "gate_act": "sigmoid"},
     "rounded twice": {"rounding": "twice"},
-    "rows in 8 bits": {"quantize": "row", "out_dtype": torch.float32},
-    "blocks in 8 bits": {"quantize": "block", "out_dtype": torch.float32},
+    "rows in 8 bits": {"quantize": "row"},
+    "blocks in 8 bits": {"quantize": "block"},
 }
 
 
@@ -94,7 +94,10 @@ def test_no_option_is_lost_in_wide_rows(name: str, device: str) -> None:
     y, want = onepass.rms_norm(x, w, **options), definition.rms_norm(wide[0], wide[1], **theirs)
     if name.endswith("bits"):
         torch.testing.assert_close(y.scales.double(), want[1].double(), rtol=1e-5, atol=0)
-        y, want = y.y, want[2]
+        # a number beside the middle of two codes may have either
+        torch.testing.assert_close(y.values.double(), want[0].double(), rtol=0.13, atol=2**-9)
+        assert (y.values.view(torch.uint8) != want[0].view(torch.uint8)).sum() <= 20
+        return
     torch.testing.assert_close(y.double(), want.double(), rtol=2e-5, atol=2e-5)
     found = torch.autograd.grad(y.square().sum(), tensors)
     expected = torch.autograd.grad(want.double().square().sum(), wide)
@@ -113,28 +116,23 @@ def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: s
         x[1] = 0
         x[2, : cols - 64] = 0
         x[3] = -x[3].abs()
-        for op in (onepass.layer_norm, onepass.rms_norm):
-            alone, beside = op(x, w, quantize=by), op(x, w, quantize=by, out_dtype=dtype)
-            assert alone.y is None
-            y, plain = beside.y, op(x, w)
-            # the compiler contracts squares into their sum in one way here, in another there: the statistics may differ
-            # in their last bit, and y by that and its own rounding
-            limit = 4 * torch.finfo(dtype).eps * float(plain.abs().max())
-            torch.testing.assert_close(y, plain, rtol=0, atol=0 if device == "cpu" and not INTERPRET else limit)
+        for residual in (None, x.float()):
+            found, y = (onepass.rms_norm(x, w, residual=residual, quantize=q) for q in (by, None))
+            if residual is not None:
+                (found, s), (y, _) = found, y
+                assert torch.equal(s, x.float() * 2)
             values, scales = definition.to_e4m3(y, columns)
-            for found in (alone, beside):
-                assert found.values.dtype == torch.float8_e4m3fn
+            assert found.values.dtype == torch.float8_e4m3fn
+            assert not found.values.requires_grad
+            if device == "cpu":
                 assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
                 assert torch.equal(found.scales, scales)
-            rebuilt = values.float().unflatten(-1, (-1, columns)) * scales[..., None]
-            assert bool(
-                ((rebuilt.flatten(-2) - y.float()).abs() <= y.float().abs() / 16 + scales.amax() * 2**-10).all()
-            )
-        wide, s = onepass.rms_norm(x, w, residual=x.float(), quantize=by)
-        assert torch.equal(s, x.float() * 2)
-        same, _ = onepass.rms_norm(x, w, residual=x.float(), quantize=by, out_dtype=dtype)
-        want = definition.to_e4m3(same.y, columns)[0]
-        assert torch.equal(wide.values.view(torch.uint8), want.view(torch.uint8))
+            # the compiler contracts squares into their sum in one way here, in another there: the statistics may differ
+            # in their last bit, and y by that and its own rounding
+            torch.testing.assert_close(found.scales, scales, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            rebuilt = found.values.float().unflatten(-1, (-1, columns)) * found.scales[..., None]
+            step = y.float().abs() / 16 + scales.amax() * 2**-10 + 4 * torch.finfo(dtype).eps * y.float().abs().max()
+            assert bool(((rebuilt.flatten(-2) - y.float()).abs() <= step).all())
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
@@ -164,22 +162,14 @@ def test_codes_of_all_halves() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_pass_8_bits_straight(device: str) -> None:
-    """Those of y beside its 8-bit form are those of y; the 8-bit form has none."""
-    x, w, dy = (numbers(*shape, device=device, seed=i) for i, shape in enumerate(((4, 128), (128,), (4, 128))))
-    plain = [t.clone().requires_grad_() for t in (x, w)]
-    with_codes = [t.clone().requires_grad_() for t in (x, w)]
-    out = onepass.rms_norm(*with_codes, quantize="row", out_dtype=torch.float32)
-    assert out.y is not None
-    assert not out.values.requires_grad
-    assert not out.scales.requires_grad
-    # RMS norm rounded once by the same kernel: out_dtype alone does not change y
-    onepass.rms_norm(*plain, out_dtype=torch.float32).backward(dy)
-    out.y.backward(dy)
-    for a, b in zip(plain, with_codes, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
-    alone = onepass.rms_norm(*with_codes, quantize="row")
-    assert not alone.values.requires_grad
+def test_the_sum_beside_8_bits_has_a_gradient(device: str) -> None:
+    x, r = (numbers(4, 128, device=device, seed=i).requires_grad_() for i in range(2))
+    for call in (onepass.rms_norm, torch.compile(onepass.rms_norm, backend="aot_eager")):
+        (values, scales), s = call(x, residual=r, quantize="row")
+        assert not values.requires_grad
+        assert not scales.requires_grad
+        for g in torch.autograd.grad(s.sum(), (x, r)):
+            assert torch.equal(g, torch.ones_like(x))
 
 
 def _vmap_views_dtypes() -> bool:
@@ -197,7 +187,7 @@ def test_8_bits_through_vmap_compile_and_meta() -> None:
     x = numbers(3, 4, 128)
 
     def call(t: Tensor) -> Any:
-        return onepass.rms_norm(t, quantize="block", out_dtype=torch.float32)
+        return onepass.rms_norm(t, quantize="block")
 
     want = call(x)
     compiled: Any = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -206,7 +196,7 @@ def test_8_bits_through_vmap_compile_and_meta() -> None:
             assert a.dtype == b.dtype
             torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0)
     meta = onepass.rms_norm(x.to("meta"), quantize="row")
-    assert (meta.values.shape, meta.scales.shape, meta.y) == ((3, 4, 128), (3, 4, 1), None)
+    assert (meta.values.shape, meta.scales.shape) == ((3, 4, 128), (3, 4, 1))
     for rows, cols in ((0, 128), (1, 128), (2, 1), (2, 0)):
         out = onepass.rms_norm(numbers(rows, cols), quantize="row")
         assert (out.values.shape, out.scales.shape) == ((rows, cols), (rows, 1))

@@ -31,9 +31,8 @@ class Options(NamedTuple):
         twice: round the normalised row, then its product with the weight.
         gate_first: the gate multiplies s; else y.
         sigmoid: the gate's activation is the sigmoid, not silu.
-        quantize: index into QUANTIZE.
         dtype: of y; None: that of x.
-        keep_y: y is wanted, not its 8-bit form alone.
+        quantize: index into QUANTIZE.
     """
 
     eps: float
@@ -43,15 +42,14 @@ class Options(NamedTuple):
     twice: bool
     gate_first: bool
     sigmoid: bool
-    quantize: int
     dtype: torch.dtype | None
-    keep_y: bool
+    quantize: int
 
 
 QUANTIZE = (None, "row", "block")
 # the last options of calls that have none: eager calls pass `(eps, offset, has_mean, stable, *NONE)`, since to make
 # an `Options` takes the host half a microsecond
-NONE = (False, False, False, 0, None, True)
+NONE = (False, False, False, None, 0)
 
 
 # y, s, e4m3 codes, scales and statistics; or the gradients of x, gate, weight and bias, and that of x in a second dtype
@@ -177,18 +175,17 @@ def _oracle(has_mean: bool, eps: float | None) -> Callable[..., Any]:
         stable: bool = False, rounding: str = "once", gate_first: bool = False, gate_act: str = "silu",
         quantize: str | None = None, out_dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
-        """Return y, or its e4m3 values and scales and y, as the public function; with residual also the sum."""
+        """Return y, or its e4m3 values and scales, as the public function; with residual also the sum."""
         s = x if residual is None else x + residual
         eps = torch.finfo(torch.promote_types(s.dtype, torch.float32)).eps if eps is None else eps
-        o = Options(eps, offset, has_mean, stable, rounding == "twice", gate_first, gate_act == "sigmoid", 0, out_dtype,
-                    True)  # fmt: skip
+        o = Options(eps, offset, has_mean, stable, rounding == "twice", gate_first, gate_act == "sigmoid", out_dtype, 0)
         parts: list[Any] = [s, gate, weight, bias]
         if groups > 1:
             parts = [None if t is None else t.unflatten(-1, (groups, s.shape[-1] // groups)) for t in parts]
         of_s, z, w, b = parts
         y: Any = definition(of_s, z, w, b, o, x.dtype).view(x.shape)
         if quantize is not None:
-            y = *to_e4m3(y, y.shape[-1] if quantize == "row" else 128), y
+            y = to_e4m3(y, y.shape[-1] if quantize == "row" else 128)
         return y if residual is None else (y, s)
 
     return norm

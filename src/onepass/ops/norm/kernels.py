@@ -220,11 +220,11 @@ def forward_kernel(
     r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
     w_ptr,  # (N_COLS,), or with TABLE (n_entries, N_COLS); or None
     b_ptr,  # like w_ptr
-    y_ptr,  # (n_rows, N_COLS), contiguous; None: only its codes are wanted
+    y_ptr,  # (n_rows, N_COLS), contiguous; None: its codes are wanted
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not kept
     z_ptr,  # (n_rows, N_COLS), unit column stride: gate; None: none
-    codes_ptr,  # (n_rows, N_COLS) e4m3 or its codes in uint8: y in 8 bits; None: not wanted
+    codes_ptr,  # (n_rows, N_COLS) e4m3 or its codes in uint8: y in 8 bits; None: y is wanted
     scales_ptr,  # (n_rows,) fp32, or with BLOCK (n_rows, N_COLS / 128)
     x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
     r_row_stride,
@@ -369,10 +369,7 @@ def forward_kernel(
             store(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
         if codes_ptr is not None:
             # codes are those of the rounded y
-            if y_ptr is not None:
-                y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-            else:
-                y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
             if QUANT == ROW:
                 largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
                 ys = ys + (y,)

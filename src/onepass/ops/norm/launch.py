@@ -330,7 +330,7 @@ def forward(
     """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    y = _empty(x, options.dtype) if options.keep_y else None
+    y = None if options.quantize else _empty(x, options.dtype)
     x_rows, x_stride = _rows(x, n_cols, True)
     residual, r_stride = _rows(residual, n_cols, True)
     gate, z_stride = _rows(gate, n_cols, True)

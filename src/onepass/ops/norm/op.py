@@ -36,7 +36,7 @@ def forward_ways(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest
     Weights that differ between rows are sharded with them. A result that is left out is empty, the same everywhere.
     """
     options = Options(*rest)
-    present = options.keep_y, residual is not None, options.quantize, options.quantize
+    present = not options.quantize, residual is not None, options.quantize, options.quantize
     ways: list[Way] = []
     for d in row_dims(x):
         results = tuple(d if yes else REPLICATE for yes in present)
@@ -67,27 +67,23 @@ def _check_shapes(op: str, n: int, x: Tensor, tensors: Sequence[Any], when: str 
                 raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
 
 
-def flattened(op: str, n: int, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Return x, [weight, bias, residual, gate] with the last n dimensions of x as one."""
+def flattened(op: str, n: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """Return x, weight, bias, residual and gate with the last n dimensions of x as one."""
     _check_shapes(op, n, x, tensors)
-    return x.flatten(-n), [None if t is None else t.flatten(-n) for t in tensors]
+    return [None if t is None else t.flatten(-n) for t in (x, *tensors)]
 
 
-def grouped(op: str, groups: int, x: Tensor, *rest: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """Return x, [weight, bias, residual, gate] with columns split into groups (..., groups, N / groups)."""
-    *tensors, quantize = rest
+def grouped(op: str, groups: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """Return x, weight, bias, residual and gate with columns split into groups (..., groups, N / groups)."""
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"{op}: groups must be an int, got {type(groups).__name__}")
-    if quantize is not None:
-        raise ValueError(f"{op}: quantize takes no groups")
     check.floating(op, "x", x)
     n_cols = x.shape[-1] if x.dim() else 0
     if groups < 1 or n_cols % groups:
         raise ValueError(f"{op}: groups must divide the {n_cols} columns of x, got {groups}")
     _check_shapes(op, 1, x, tensors, "with groups, ")
     split = (groups, n_cols // groups)
-    parts = [None if t is None else t.unflatten(-1, split) for t in tensors]
-    return x.unflatten(-1, split), parts  # type: ignore[no-untyped-call]
+    return [None if t is None else t.unflatten(-1, split) for t in (x, *tensors)]  # type: ignore[no-untyped-call]
 
 
 def check_arguments(
@@ -119,8 +115,6 @@ def check_arguments(
                 raise ValueError(f"{op}: {name} must have the shape of x {shape}; got {tuple(rows.shape)}")
             check.same_device(op, name, rows, "x", x)
     check.real(op, "eps", o.eps)
-    if gate is not None and (o.stable or o.quantize):
-        raise ValueError(f"{op}: {'stable' if o.stable else 'quantize'} takes no gate")
     if QUANTIZE[o.quantize] == "block" and shape[-1] % 128:
         raise ValueError(f"{op}: quantize='block' needs rows of whole blocks of 128 columns, got {shape[-1]} columns")
     if o.twice and (o.offset or bias is not None):
@@ -149,9 +143,9 @@ def _forward(
         if _launch().has_forward(x, gate, of_rows, o):
             return _launch().forward(x, residual, gate, weight, bias, of_rows, o, keep)  # type: ignore[no-any-return]
     if o.quantize:
-        y, s, _, _, stats = _forward(x, residual, gate, weight, bias, o._replace(quantize=0, keep_y=True))
+        y, s, _, _, stats = _forward(x, residual, gate, weight, bias, o._replace(quantize=0))
         codes, scales = definition.to_e4m3(y, 128 if o.quantize == 2 else x.shape[-1])  # type: ignore[arg-type]
-        return y if o.keep_y else None, s, codes.view(torch.uint8), scales, stats
+        return None, s, codes.view(torch.uint8), scales, stats
     s = x if residual is None else torch.add(x, residual).contiguous()
     # the definition's backward needs no statistics
     stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(s))
@@ -176,7 +170,7 @@ def _shapes(x: Tensor, residual: Tensor | None, o: Options) -> Results:
     s = None if residual is None else rows(torch.promote_types(x.dtype, residual.dtype))
     scales_shape = (*x.shape[:-1], x.shape[-1] // 128 if o.quantize == 2 else 1)
     return (
-        rows(o.dtype) if o.keep_y else None,
+        None if o.quantize else rows(o.dtype),
         s,
         rows(torch.uint8) if o.quantize else None,
         torch.ones(scales_shape, dtype=torch.float32, device=x.device) if o.quantize else None,
@@ -267,8 +261,8 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, 
     x_dtype, r_dtype = ctx.dtypes
     dx = dr = dz = dw = db = None
     ds = None if r_dtype is None else ds
-    # y that is in 8 bits alone has an empty tensor for its gradient
-    if dy is not None and ctx.options[-1]:
+    # a row in 8 bits has no gradient, but the operator an empty tensor in the place of y's
+    if dy is not None and not ctx.options[-1]:
         s, gate, stats, weight, bias = ctx.saved_tensors
         needs = need_x or need_r, need_z, need_w, need_b
         ds, dz, dw, db, copy = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
@@ -306,18 +300,15 @@ _SHAPES = (tuple, list, int, torch.SymInt)
 
 
 class Quantized(NamedTuple):
-    """A norm in 8 bits, y ≈ values · scales, made with ``quantize=``.
+    """A norm in 8 bits, y ≈ values · scales, made with ``quantize=``; it has no gradient.
 
     Attributes:
         values: ``(..., N)`` in ``float8_e4m3fn``.
         scales: fp32, ``(..., 1)`` or ``(..., N / 128)``: of rows or of blocks of 128 columns.
-        y: the norm itself, if ``out_dtype`` names its dtype; values and scales are made from it, and gradients flow
-            through it alone.
     """
 
     values: Tensor
     scales: Tensor
-    y: Tensor | None
 
 
 def _y_and_s(results: Any, residual: Tensor | None) -> Any:
@@ -327,14 +318,15 @@ def _y_and_s(results: Any, residual: Tensor | None) -> Any:
     return results[:2]
 
 
-def _decomposes(options: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
+def _decomposes(gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]) -> bool:
     """Return whether a compiler sees this call and takes it as torch's operations; see COMPILED."""
     if COMPILED != "torch" or not torch.compiler.is_compiling():
         return False
-    o = Options(*options)
+    _, offset, has_mean, stable, *others = options
+    if gate is not None or stable or (has_mean and offset) or tuple(others) != NONE:
+        return False
     # a value that is not a tensor raises later
-    one_weight = getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
-    return one_weight and not (o.stable or (o.has_mean and o.offset))
+    return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
 
 
 def _decomposed(
@@ -347,45 +339,47 @@ def _decomposed(
     return y if residual is None else (y, s.contiguous())
 
 
-def _call(op: str, n: int, x: Tensor, weight: Any, bias: Any, residual: Any, gate: Any, eps: Any, *given: Any) -> Any:
-    """Return a norm over the last n dimensions, which are flattened to one; `given` are the options."""
+def _call(
+    op: str, n: int, x: Tensor, weight: Any, bias: Any, residual: Any, gate: Any, groups: int, eps: Any, offset: Any,
+    *others: Any,
+) -> Any:  # fmt: skip
+    """Return a norm of the last n dimensions as one, or of groups of columns; `others` are the last options."""
     if n > 1:
-        flat, tensors = flattened(op, n, x, weight, bias, residual, gate)
-        found = _call(op, 1, flat, *tensors, eps, *given)
+        flat = flattened(op, n, x, weight, bias, residual, gate)
+        found = _call(op, 1, *flat, groups, eps, offset, *others)
         # scales of rows in 8 bits stay as they are
-        return tree_map(lambda t: t.view(x.shape) if t is not None and t.shape == flat.shape else t, found)
-    offset, has_mean, stable, rounding, gate_first, gate_act, groups, quantize, out_dtype = given
-    offset = offset if type(offset) is float else check.number(op, "offset", offset)
-    gated = gate is not None or gate_first or gate_act != "silu"
-    if not gated and groups == 1 and quantize is None and out_dtype is None and rounding == "once":
-        options: tuple[Any, ...] = (eps, offset, has_mean, stable, *NONE)
-        if _decomposes(options, weight, bias):
-            return _decomposed(x, residual, weight, bias, options)
-        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
-    if rounding not in ("once", "twice"):
-        raise ValueError(f"{op}: rounding must be 'once' or 'twice', got {rounding!r}")
-    if quantize not in QUANTIZE:
-        raise ValueError(f"{op}: quantize must be 'row', 'block' or None, got {quantize!r}")
-    if gate_act not in ("silu", "sigmoid"):
-        raise ValueError(f"{op}: gate_act must be 'silu' or 'sigmoid', got {gate_act!r}")
-    if gate is None and gated:
-        raise ValueError(f"{op}: {'gate_first' if gate_first else 'gate_act'} needs a gate")
+        return tree_map(lambda t: t.view(x.shape) if t.shape == flat[0].shape else t, found)
     if groups != 1:
-        x, (weight, bias, residual, gate) = grouped(op, groups, x, weight, bias, residual, gate, quantize)
-    keep_y = quantize is None or out_dtype is not None
-    options = (
-        eps, offset, has_mean, stable, rounding == "twice", gate_first, gate_act == "sigmoid",
-        QUANTIZE.index(quantize), out_dtype, keep_y,
-    )  # fmt: skip
+        found = _call(op, 1, *grouped(op, groups, x, weight, bias, residual, gate), 1, eps, offset, *others)
+        return tree_map(lambda t: t.flatten(-2), found)
+    options = (eps, offset if type(offset) is float else check.number(op, "offset", offset), *others)
+    if _decomposes(gate, weight, bias, options):
+        return _decomposed(x, residual, weight, bias, options)
     results = norm(x, residual, gate, weight, bias, options)
-    if quantize is not None:
-        y, s, codes, scales = results
-        quantized = Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
+    if options[-1]:
+        _, s, codes, scales = results
+        quantized = Quantized(codes.view(torch.float8_e4m3fn), scales)
         return quantized if residual is None else (quantized, s)
-    out = _y_and_s(results, residual)
-    if groups == 1:
-        return out
-    return out.flatten(-2) if residual is None else tuple(t.flatten(-2) for t in out)
+    return _y_and_s(results, residual)
+
+
+def _options(
+    rounding: str, gate: Any, gate_first: bool, gate_act: str, groups: int, quantize: str | None, out_dtype: Any
+) -> tuple[Any, ...]:
+    """Return the options that `NONE` stands for in other calls of rms_norm."""
+    if rounding not in ("once", "twice"):
+        raise ValueError(f"rms_norm: rounding must be 'once' or 'twice', got {rounding!r}")
+    if quantize not in QUANTIZE:
+        raise ValueError(f"rms_norm: quantize must be 'row', 'block' or None, got {quantize!r}")
+    if gate_act not in ("silu", "sigmoid"):
+        raise ValueError(f"rms_norm: gate_act must be 'silu' or 'sigmoid', got {gate_act!r}")
+    if gate is None and (gate_first or gate_act != "silu"):
+        raise ValueError(f"rms_norm: {'gate_first' if gate_first else 'gate_act'} needs a gate")
+    if quantize is not None and (gate is not None or groups != 1):
+        raise ValueError(f"rms_norm: quantize takes no {'groups' if gate is None else 'gate'}")
+    if quantize is not None and out_dtype is not None:
+        raise ValueError("rms_norm: quantize takes no out_dtype; y itself is another call, rms_norm(x, weight)")
+    return rounding == "twice", gate_first, gate_act == "sigmoid", out_dtype, QUANTIZE.index(quantize)
 
 
 def _as_torchs(
@@ -411,27 +405,13 @@ def _as_torchs(
 @overload
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
-    stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    gate_act: Activation = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    stable: bool = ..., residual: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
-    stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    gate_act: Activation = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    stable: bool = ..., residual: Tensor, out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def layer_norm(
-    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
-    stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    gate_act: Activation = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
-) -> Quantized: ...  # fmt: skip
-@overload
-def layer_norm(
-    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
-    stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    gate_act: Activation = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
-) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
     weight: Any = None,
@@ -441,12 +421,8 @@ def layer_norm(
     offset: float = 0.0,
     stable: bool = False,
     residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    gate_first: bool = False,
-    gate_act: Activation = "silu",
-    groups: int = 1,
-    quantize: Scaled | None = None,
     out_dtype: torch.dtype | None = None,
+    **unknown: Any,
 ) -> Any:
     r"""Normalise each row of the last dimension by its mean and variance, in one pass over ``x``.
 
@@ -471,26 +447,20 @@ def layer_norm(
         *more: bias and eps of a call as torch's.
         eps: added to the variance; ≥ 0, but in a call as torch's.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
-        stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
+        stable: normalise :math:`s/m` instead of :math:`s`.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` s before the norm.
-        gate_first: the gate multiplies s, not y.
-        gate_act: ``"silu"``, or ``"sigmoid"``, which multiplies by sigmoid(gate) (Kimi Linear).
-        groups: number of groups of neighbouring columns in a row, each with its own statistics.
-        quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
-            the largest number to 448.
-        out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.
+        out_dtype: of y; None: that of x.
+        **unknown: refused; gates, groups and 8 bits are options of `rms_norm`.
 
     Returns:
-        y, of the shape of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``;
-        with ``quantize`` a `Quantized` in the place of y.
+        y, of the shape of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``.
 
-    Gradients flow to x, residual, gate, weight and bias, through y and s. Backward computes only the needed ones, and
-    repeats them bit for bit from run to run. It keeps x (or s), the gate and 8 bytes per row, 12 if stable. On a GPU,
-    options that rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
+    Gradients flow to x, residual, weight and bias, through y and s. Backward computes only the needed ones, and
+    repeats them bit for bit from run to run. It keeps x (or s) and 8 bytes per row, 12 if stable. On a GPU, options
+    that rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
 
     Raises:
-        TypeError: a tensor is not floating-point, or eps is not a number.
+        TypeError: a tensor is not floating-point, eps is not a number, or an option is not one of these.
         ValueError: shapes don't fit, eps is negative, an option is unknown or does not go with another, or the tensors
             are on different devices.
         NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
@@ -508,16 +478,17 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
+    if unknown:
+        here = "gates, groups and 8 bits are rms_norm's; write torch's operations around layer_norm(x, weight, bias)"
+        raise TypeError(f"layer_norm: there is no {next(iter(unknown))}=; {here}")
     n = 1
     if more or isinstance(weight, _SHAPES):
         n, weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
         eps = eps if torchs_eps is None else torchs_eps
     elif type(eps) is not float or not eps >= 0:
         check.not_negative("layer_norm", "eps", eps)
-    return _call(
-        "layer_norm", n, x, weight, bias, residual, gate, eps, offset, True, stable, "once", gate_first, gate_act,
-        groups, quantize, out_dtype,
-    )  # fmt: skip
+    others = True, stable, False, False, False, out_dtype, 0
+    return _call("layer_norm", n, x, weight, bias, residual, None, 1, eps, offset, *others)
 
 
 @overload
@@ -583,17 +554,19 @@ def rms_norm(
             then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
             offset or a bias.
         residual: as in `layer_norm`.
-        gate: as in `layer_norm`.
-        gate_first: as in `layer_norm`.
-        gate_act: as in `layer_norm`.
-        groups: as in `layer_norm`.
-        quantize: as in `layer_norm`.
-        out_dtype: as in `layer_norm`.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` s before the norm.
+        gate_first: the gate multiplies s, not y.
+        gate_act: ``"silu"``, or ``"sigmoid"``, which multiplies by sigmoid(gate) (Kimi Linear).
+        groups: number of groups of neighbouring columns in a row, each with its own statistics.
+        quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
+            the largest number to 448. No gradient flows through it.
+        out_dtype: as in `layer_norm`; not with ``quantize``.
 
     Returns:
-        y, with ``residual`` the pair ``(y, s)``, as `layer_norm` does.
+        y, with ``residual`` the pair ``(y, s)``, as `layer_norm` does; with ``quantize`` a `Quantized` in the place
+        of y.
 
-    Gradients and errors are those of `layer_norm`; backward keeps 4 bytes per row.
+    Gradients and errors are those of `layer_norm`, also to the gate; backward keeps the gate and 4 bytes per row.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467; gates and groups: Dao, Gu 2024, arXiv:2405.21060.
 
@@ -612,7 +585,8 @@ def rms_norm(
     if eps is None:
         fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
         eps = 2.0**-52 if fp64 else 2.0**-23
-    return _call(
-        "rms_norm", n, x, weight, bias, residual, gate, eps, offset, False, False, rounding, gate_first, gate_act,
-        groups, quantize, out_dtype,
-    )  # fmt: skip
+    others: tuple[Any, ...] = NONE
+    gated = gate is not None or gate_first or gate_act != "silu"
+    if gated or rounding != "once" or quantize is not None or out_dtype is not None:
+        others = _options(rounding, gate, gate_first, gate_act, groups, quantize, out_dtype)
+    return _call("rms_norm", n, x, weight, bias, residual, gate, groups, eps, offset, False, False, *others)

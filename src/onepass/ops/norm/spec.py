@@ -36,14 +36,6 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("weights per head", (make(2, 3, 4, 6), make(4, 6)))
     yield Sample("weights per head, chunks", (make(5, 2, 300), make(2, 300)))
     yield Sample("one head, one column", (make(2, 1, 1), make(1, 1)))
-    yield Sample("groups", (make(3, 12), make(12)), {"groups": 3})
-    yield Sample("gate", (make(4, 10), make(10)), {"gate": make(4, 10)})
-    options = {"gate": make(3, 700), "residual": make(3, 700), "gate_act": "sigmoid"}
-    yield Sample("gate by sigmoid, chunks, residual", (make(3, 700), make(700)), options)
-    yield Sample("gate first", (make(4, 10), make(10)), {"gate": make(4, 10), "gate_first": True})
-    options = {"gate": make(5, 330), "gate_first": True, "groups": 2, "residual": make(5, 330)}
-    yield Sample("gate first, groups, residual", (make(5, 330), make(330)), options | {"gate_act": "sigmoid"})
-    yield Sample("no rows, gate, weights per head", (make(0, 2, 4), make(2, 4)), {"gate": make(0, 2, 4)})
 
 
 def _ties(make: Callable[..., Tensor], rows: int, cols: int) -> Tensor:
@@ -68,7 +60,6 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("adaptive, chunks", (make(3, 5, 300), make(3, 1, 300), make(3, 1, 300)), {"offset": 1.0})
     yield Sample("adaptive, one row", (make(1, 10), make(1, 10), make(1, 10)), {"offset": 1.0})
     yield Sample("bias per head, stable", (make(4, 2, 33), None, make(2, 33)), {"stable": True, "eps": 0.1})
-    yield Sample("gate, bias per head", (make(4, 2, 6), make(2, 6), make(2, 6)), {"gate": make(4, 2, 6)})
     for eps in (1e-5, 0.1):
         options = {"stable": True, "eps": eps}
         yield Sample(f"stable, eps={eps}", (make(6, 33), make(33), make(33)), options)
@@ -79,6 +70,15 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 def _rms_norm_all(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield from _shared_samples(make)
+    yield Sample("groups", (make(3, 12), make(12)), {"groups": 3})
+    yield Sample("gate", (make(4, 10), make(10)), {"gate": make(4, 10)})
+    options = {"gate": make(3, 700), "residual": make(3, 700), "gate_act": "sigmoid"}
+    yield Sample("gate by sigmoid, chunks, residual", (make(3, 700), make(700)), options)
+    yield Sample("gate first", (make(4, 10), make(10)), {"gate": make(4, 10), "gate_first": True})
+    options = {"gate": make(5, 330), "gate_first": True, "groups": 2, "residual": make(5, 330)}
+    yield Sample("gate first, groups, residual", (make(5, 330), make(330)), options | {"gate_act": "sigmoid"})
+    yield Sample("no rows, gate, weights per head", (make(0, 2, 4), make(2, 4)), {"gate": make(0, 2, 4)})
+    yield Sample("gate, bias per head", (make(4, 2, 6), make(2, 6), make(2, 6)), {"gate": make(4, 2, 6)})
     yield Sample("offset", (make(6, 10), make(10)), {"offset": 1.0, "eps": 1e-3})
     yield Sample("offset, residual", (make(3, 130), make(130)), {"offset": 1.0, "residual": make(3, 130)})
     yield Sample("backward in tiles", (make(2, 8200), make(8200)))
@@ -101,18 +101,6 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     deep = torch.ones(2, 5, 4, 3)
     yield BadCall("apart", lambda: op(deep, torch.ones(2, 1, 4, 3)), ValueError, r"neighbouring.*\(2, 1, 4, 3\)")
     yield BadCall("two tables", lambda: op(x, w, torch.ones(2, 3)), ValueError, r"bias must have the shape of weight")
-    yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
-    yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
-    yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
-    yield BadCall("act", lambda: op(x, gate=x, gate_act="relu"), ValueError, "gate_act must be 'silu' or 'sigmoid'")
-    yield BadCall("gate, 8 bits", lambda: op(x, gate=x, quantize="row"), ValueError, "quantize takes no gate")
-    yield BadCall("quantize", lambda: op(x, quantize="int8"), ValueError, "quantize must be 'row', 'block' or None")
-    yield BadCall("blocks", lambda: op(x, quantize="block"), ValueError, "blocks of 128 columns, got 3 columns")
-    yield BadCall("groups", lambda: op(x, groups=2), ValueError, "groups must divide the 3 columns of x, got 2")
-    yield BadCall("no groups", lambda: op(x, groups=0), ValueError, "groups must divide the 3 columns of x, got 0")
-    yield BadCall("half groups", lambda: op(x, groups=1.5), TypeError, "groups must be an int, got float")
-    yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
-    yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")
     yield BadCall("dtype", lambda: op(x, out_dtype=torch.int8), ValueError, "out_dtype must be float32.*int8")
     yield BadCall("float64", lambda: op(x, out_dtype=torch.float64), ValueError, "out_dtype must be float32.*float64")
     yield BadCall("0-d x", lambda: op(torch.ones(())), ValueError, "at least one dimension")
@@ -136,22 +124,39 @@ def _layer_norm_bad() -> Iterator[BadCall]:
     x = torch.ones(2, 3)
     call: Any = partial(layer_norm, x)
     yield BadCall("eps None", lambda: call(eps=None), TypeError, "number ≥ 0, got NoneType")
-    yield BadCall("stable", lambda: call(gate=x, stable=True), ValueError, "stable takes no gate")
+    for name, value in {"gate": x, "groups": 3, "quantize": "row"}.items():
+        message = f"there is no {name}=; .*rms_norm's; write torch's operations around layer_norm"
+        yield BadCall(f"no {name}", partial(call, **{name: value}), TypeError, message)
     yield BadCall("bias", lambda: call(bias=torch.ones(2)), ValueError, r"bias must be \(3,\).*\(2,\)")
 
 
 def _rms_norm_bad() -> Iterator[BadCall]:
     yield from _bad_calls(rms_norm, "rms_norm")
-    w = torch.ones(3)
-    call: Any = partial(rms_norm, w)
+    x, w = torch.ones(2, 3), torch.ones(3)
+    op: Any = rms_norm
+    call: Any = partial(op, w)
     yield BadCall("eps as bias", lambda: call(w, 1e-5), TypeError, r"write rms_norm\(.*eps=1e-05\)")
+    yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
+    yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
+    yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
+    yield BadCall("act", lambda: op(x, gate=x, gate_act="relu"), ValueError, "gate_act must be 'silu' or 'sigmoid'")
+    yield BadCall("gate, 8 bits", lambda: op(x, gate=x, quantize="row"), ValueError, "quantize takes no gate")
+    yield BadCall("quantize", lambda: op(x, quantize="int8"), ValueError, "quantize must be 'row', 'block' or None")
+    yield BadCall("blocks", lambda: op(x, quantize="block"), ValueError, "blocks of 128 columns, got 3 columns")
+    yield BadCall("groups", lambda: op(x, groups=2), ValueError, "groups must divide the 3 columns of x, got 2")
+    yield BadCall("no groups", lambda: op(x, groups=0), ValueError, "groups must divide the 3 columns of x, got 0")
+    yield BadCall("half groups", lambda: op(x, groups=1.5), TypeError, "groups must be an int, got float")
+    yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
+    yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")
     yield BadCall("rounding", lambda: call(rounding="never"), ValueError, "rounding must be 'once' or 'twice'")
     yield BadCall("twice, offset", lambda: call(w, rounding="twice", offset=1.0), ValueError, "'twice' takes no offset")
     yield BadCall("twice, bias", lambda: call(bias=w, rounding="twice"), ValueError, "rounding='twice' takes no bias")
 
 
-def _in_8_bits(out: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return out.y, out.values.view(torch.uint8), out.scales
+def _in_8_bits(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, scales = rms_norm(x, w, quantize="row")
+    # codes have no gradient, without which a checkpoint computes nothing again
+    return values.view(torch.uint8), scales, x.square()
 
 
 def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
@@ -163,8 +168,6 @@ def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callab
         "layer_norm, no vectors": layer_norm,
         "layer_norm, fp32 vectors": lambda x: layer_norm(x, w.float(), b.float()),
         "layer_norm, residual": lambda x: layer_norm(x, w, b, residual=x.flip(-1)),
-        "layer_norm, gate first": lambda x: layer_norm(x, w, b, gate=x.flip(-1), gate_first=True),
-        "layer_norm, 8 bits": lambda x: _in_8_bits(layer_norm(x, w, b, quantize="row", out_dtype=x.dtype)),
     }
 
 
@@ -175,6 +178,8 @@ def _rms_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable
         "rms_norm, no weight": rms_norm,
         "rms_norm, offset": lambda x: rms_norm(x, w, offset=1.0),
         "rms_norm, residual": lambda x: rms_norm(x, w, residual=x.flip(-1)),
+        "rms_norm, gate first": lambda x: rms_norm(x, w, gate=x.flip(-1), gate_first=True),
+        "rms_norm, 8 bits": lambda x: _in_8_bits(x, w),
         "rms_norm, rounded twice, gate": lambda x: rms_norm(x, w, rounding="twice", gate=x.flip(-1)),
     }
 
