@@ -1,22 +1,25 @@
-"""Kernels of routed layers and of decoding: counts against the host, layers and steps against their modules."""
+"""Kernels of routed layers and of decoding: norms and counts alone, layers and steps against their modules."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from harness import DEVICES
+from nn.layers import outputs
 from onepass.core.launch import INTERPRET
-from onepass.fused import decoding
+from onepass.fused import decoding, norms
 from onepass.fused.choice import row_counts
-from onepass.nn import RoutedBlock, RoutedFeedForward, Router, TransformerBlock
+from onepass.nn import RoutedAttention, RoutedBlock, RoutedFeedForward, Router, TransformerBlock
 from onepass.ops.causal_choice.definition import fraction
+from onepass.ops.routing import definition as routing
 
 WHERE = [
     pytest.param("cpu", id="interpreter", marks=[pytest.mark.interpret, pytest.mark.skipif(not INTERPRET, reason="-")]),
@@ -37,26 +40,38 @@ def test_counts(device: str, share: float, n: int) -> None:
     assert torch.equal(kernels.counts(mask, fraction(share)).long(), expected)
 
 
+LAYERS: dict[str, Callable[[], Any]] = {
+    "soft": lambda: RoutedFeedForward(32, 0.2, router=Router(32, gate="soft")),
+    "a count, no bias": lambda: RoutedFeedForward(32, 5, bias=False, router=Router(32, gate="straight_through")),
+    "straight through": lambda: RoutedFeedForward(32, 0.3, router=Router(32, gate="straight_through")),
+    "attention": lambda: RoutedAttention(32, 0.2, 0.3, heads=1, dim_head=6, window=8),
+    "causal attention": lambda: RoutedAttention(32, 0.2, 0.5, heads=8, dim_head=64, window=4, causal=True),
+}
+
+
 @pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize(
-    ("gate", "k", "bias"), [("soft", 0.2, True), ("straight_through", 5, False), ("straight_through", 0.3, True)]
-)
-def test_a_whole_layer(device: str, gate: str, k: float, bias: bool) -> None:
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "added in fp32 to branches in fp16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_whole_layer(device: str, name: str, half: bool) -> None:
     """The fused layer by kernels beside the torch path in float64: outputs, choices and gradients."""
     torch.manual_seed(3)
-    here = RoutedFeedForward(32, k, bias=bias, router=Router(32, gate=gate)).to(device)
+    here = LAYERS[name]().to(device)
     there = copy.deepcopy(here).cpu().double()
     x = torch.randn(3, 40, 32)
-    mask = torch.arange(40) < torch.tensor([[40], [13], [0]] if k < 1 else [[40]] * 3)
-    found = []
+    mask = torch.arange(40) < torch.tensor([[40]] * 3 if "count" in name else [[40], [13], [0]])
+    found: list[tuple[list[Tensor], list[Tensor]]] = []
     for layer, tokens, real in ((here, x.to(device), mask.to(device)), (there, x.double(), mask)):
         tokens.requires_grad_()
-        y, routing = layer(tokens, real, return_routing=True)
+        y, chosen = layer.fused(tokens, real, torch.float16 if half and layer is here else tokens.dtype, half)
         grads = torch.autograd.grad(y.square().sum(), [tokens, *layer.parameters()])
-        found.append((routing.indices.cpu(), [t.detach().cpu().double() for t in (y, routing.gates, *grads)]))
-    assert torch.equal(found[0][0], found[1][0])
-    for a, b in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        choices = outputs(chosen)
+        numbers = [y, *(choice.gates for choice in choices), *grads]
+        found.append(([choice.indices.cpu() for choice in choices], [t.detach().cpu().double() for t in numbers]))
+    (indices, ours), (expected, exact) = found
+    assert all(map(torch.equal, indices, expected))
+    for a, b in zip(ours, exact, strict=True):
+        most = 2e-2 * max(1.0, float(b.abs().max())) if half else 1e-4
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=most)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,3 +182,45 @@ def test_half_precision_and_many_keys(dtype: torch.dtype, routed: bool) -> None:
     steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(2040, 2100)], 1)
     expected = block.double()(x.double())[:, 2040:]
     assert (steps.double() - expected).norm() / expected.norm() < (0.01 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [7, 200, 2500] if INTERPRET else [7, 64, 200, 1024, 1500, 2500])
+@pytest.mark.parametrize("vectors", ["one", "three"])
+@pytest.mark.parametrize("given", ["", "weight", "weight mask", "explored"])
+def test_norm_and_scores(device: str, dim: int, vectors: str, given: str) -> None:
+    """Of all tokens, with partials of the weight's and the vectors' gradients, and columns to spare.
+
+    Masked tokens are zeros whatever they hold, and so are the gradients that come in for them. Explored tokens, each
+    third, teach the first vector alone. Kernels compute in fp32; what torch computes is compared in float64.
+    """
+    kernels = device == "cuda" or INTERPRET
+    dtype, limit = (torch.float32, 2e-5) if kernels else (torch.float64, 1e-12)
+    x = torch.randn(2, 9, dim, dtype=dtype, device=device)
+    weight = torch.rand(dim, dtype=dtype, device=device) if "weight" in given else None
+    v = torch.randn((dim,) if vectors == "one" else (3, dim), dtype=dtype, device=device)
+    real = torch.ones(2, 9, dtype=torch.bool, device=device)
+    if "mask" in given:
+        real[0, [1, 5, 8]], real[1], x[0, 1], x[0, 5], x[1] = False, False, torch.nan, torch.inf, torch.nan
+    mask = real if "mask" in given else None
+    way = norms.way(x, weight, v)
+    normed, scores, stats = way.forward(x, None, mask, weight, v, 1e-5, 1e-6, dtype)
+    dn, ds = torch.randn_like(normed), torch.randn_like(scores)
+    ds[..., ::3] = 0
+    dn[~real], ds[..., ~real] = torch.nan, torch.inf
+    explored = torch.randn(2, 3, dtype=dtype, device=device) if given == "explored" else None
+    partials = x.new_empty(way.programs(x, 18), dim + v.numel() + 5)
+    (dx,) = way.backward(dn, x, None, mask, weight, v, stats, scores, ds, explored, 3, True, partials, None)
+    x64, v64 = (t.double().requires_grad_() for t in (x, v))
+    w64 = (x64.new_ones(dim) if weight is None else weight.double()).requires_grad_()
+    seen = x64.masked_fill(~real[..., None], 0)
+    y64, s64 = seen * (seen.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w64, routing.score(seen, v64)
+    s64 = s64 if vectors == "one" else s64.transpose(0, 1)  # the routes first
+    upstream = dn.double().masked_fill(~real[..., None], 0), ds.double().masked_fill(~real, 0)
+    of_x, of_w, of_v = torch.autograd.grad([y64, s64], [x64, w64, v64], upstream)
+    if explored is not None:
+        pushed = routing.score(x64, v64.view(-1, dim)[0])[:, ::3]
+        of_v = of_v + torch.autograd.grad(pushed, v64, explored.double())[0]
+    found, expected = [normed, scores, dx, partials[:, :-5].sum(0)], [y64, s64, of_x, torch.cat((of_w, of_v.flatten()))]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=limit, atol=limit * max(1.0, float(b.detach().abs().max())))

@@ -168,27 +168,6 @@ def test_rates_and_sizes_compile_nothing_again() -> None:
     assert graphs() == before
 
 
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "gaps", "unlike"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_layout_is_updated_in_place(layout: str, dtype: torch.dtype) -> None:
-    base = torch.randn(2, 3, 4, 5).to(dtype)
-    p = {
-        "transposed": base.transpose(0, 3), "channels_last": base.to(memory_format=torch.channels_last),
-        "gaps": torch.cat([base, base], -1)[..., ::2], "unlike": base.permute(3, 1, 0, 2),
-    }[layout].detach().requires_grad_()  # fmt: skip
-    address = p.data_ptr()
-    q = p.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    a, b = Lion([p], lr=1e-2, weight_decay=0.1), Lion([q], lr=1e-2, weight_decay=0.1)
-    for i in range(3):
-        g = torch.randn(p.shape).to(dtype)
-        p.grad = g if layout == "unlike" or i == 2 else torch.empty_like(p.detach()).copy_(g)
-        q.grad = g.clone()
-        a.step()
-        b.step()
-    assert p.data_ptr() == address
-    assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
-
-
 def test_gradients_are_not_kept_alive() -> None:
     p = torch.ones(10, requires_grad=True)
     optimizer = Lion([p])

@@ -183,9 +183,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @_between_steps
     def move_memory(self, data: st.DataObject) -> None:
-        """Of parameters, gradients and states, into other places; a matrix is laid out by columns, or transposed."""
+        """Of parameters, gradients and states, into other places; in another layout; a matrix is transposed."""
         for p, _ in self._all():
-            match data.draw(st.sampled_from(("stay", "parameter", "gradient", "state", "in it", "turned", "in place"))):
+            ways = "stay", "parameter", "gradient", "state", "in it", "turned", "in place", "gaps"
+            match data.draw(st.sampled_from(ways)):
                 case "parameter":
                     p.data = p.data.clone()
                 case "gradient" if p.grad is not None:
@@ -196,6 +197,8 @@ class Machine(RuleBasedStateMachine):
                     self.optimizer.state[p]["exp_avg"].data = self.optimizer.state[p]["exp_avg"].data.clone()
                 case "turned" if p.dim() == 2:
                     p.data = p.data.mT.contiguous().mT
+                case "gaps":
+                    p.data = torch.stack((p.data, p.data), -1)[..., 0]
                 case "in place" if p.shape == (6, 6):
                     p.data = p.data.mT
                     self.held.pop(id(p), None)
@@ -327,9 +330,11 @@ class Machine(RuleBasedStateMachine):
             optimizer.found_inf = torch.tensor(float(skipped), device=self.device)
             factor = 0.25
         before = [(self._value(p, group), self._momentum(p)) for p, group in live]
+        places = [p.data_ptr() for p, _ in live]
         kinds = [getattr(self.optimizer.state.get(p, {}).get("exp_avg"), "dtype", None) for p, _ in live]
         with torch.no_grad():
             loss: Any = optimizer.step((lambda: live[0][0].sum() * 2 if live else True) if way == "closure" else None)  # type: ignore[arg-type,return-value]
+        assert places == [p.data_ptr() for p, _ in live], "weights stay where they are"
         assert (loss is not None) == (way == "closure")
         assert not isinstance(loss, Tensor) or loss.requires_grad, "a closure computes gradients"
         if way in ("scale", "skip"):
