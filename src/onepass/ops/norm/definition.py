@@ -91,6 +91,19 @@ def table(shape: torch.Size, vector: Tensor | None) -> Table | None:
     return Table(math.prod(rows[last:]), math.prod(rows[first:last]))
 
 
+def results(x: Tensor, residual: Tensor | None, o: Options) -> tuple[Tensor | None, ...]:
+    """Return y, s, e4m3 codes and scales as empty tensors; None for those that the options leave out."""
+
+    def rows(dtype: torch.dtype) -> Tensor:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    s = None if residual is None else rows(torch.promote_types(x.dtype, residual.dtype))
+    if not o.quantize:
+        return rows(o.dtype or x.dtype), s, None, None
+    scales = (*x.shape[:-1], x.shape[-1] // 128 if QUANTIZE[o.quantize] == "block" else 1)
+    return None, s, rows(torch.uint8), torch.empty(scales, dtype=torch.float32, device=x.device)
+
+
 def to_e4m3(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Round y (..., N) to e4m3: (values, scales (..., N / columns) in fp32) with y ≈ values·scales.
 
@@ -256,13 +269,13 @@ def _plain_backward(g: Tensor, f: Tensor, w: Tensor | None, o: Options, wanted: 
 
 def backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    o: Options, need: Needs, normalise: Callable[..., Tensor] = normalised,
+    o: Options, need: Needs,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of s, gate, weight and bias by autograd, some rows at a time; None for those not needed."""
     wide, o = torch.promote_types(s.dtype, torch.float32), o._replace(twice=False, dtype=None)
     whole: list[Any] = [s, gate, weight, bias]
     wanted = [i for i, t in enumerate(whole) if t is not None and need[i]]
-    plain = normalise is normalised and gate is None and not o.stable and _one_weight(weight, bias)
+    plain = gate is None and not o.stable and _one_weight(weight, bias)
     found: dict[int, list[Tensor]] = {i: [] for i in wanted}
     for part in _parts((s, gate, dy, ds), (weight, bias)):
         given: list[Any] = [t if t is None else t.to(wide).contiguous().detach() for t in part]
@@ -272,7 +285,7 @@ def backward(
         else:
             with recording():
                 leaves = [t.requires_grad_() for i, t in enumerate((of_s, z, w, b)) if i in wanted]
-                of_leaves = torch.autograd.grad(definition(of_s, z, w, b, o, wide, normalise), leaves, g)
+                of_leaves = torch.autograd.grad(definition(of_s, z, w, b, o, wide), leaves, g)
             grads = dict(zip(wanted, of_leaves, strict=True))
         for i in wanted:
             d: Any = grads[i] if i or more is None else grads[i] + more

@@ -15,7 +15,7 @@ from torch import Tensor
 from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, even_rows, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
-from .definition import Needs, Options, Results, Table
+from .definition import Needs, Options, Results, Table, results
 from .kernels import backward_kernel, forward_kernel, wide_forward_kernel
 from .kernels_team import team_backward_kernel
 
@@ -330,22 +330,14 @@ def forward(
     """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    y = None if options.quantize else _empty(x, options.dtype)
+    y, s, codes, scales = results(x, residual, options)
     x_rows, x_stride = _rows(x, n_cols, True)
     residual, r_stride = _rows(residual, n_cols, True)
     gate, z_stride = _rows(gate, n_cols, True)
     weight, bias = (v if v is None else aligned(v.contiguous()) for v in (weight, bias))
-    s = codes = scales = stats = stored_codes = None
-    itemsize = x.element_size()
-    if residual is not None:
-        s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
-        itemsize = s.element_size()
-    if options.quantize:
-        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        scales_shape = (*x.shape[:-1], n_cols // 128 if options.quantize == 2 else 1)
-        scales = torch.empty(scales_shape, dtype=torch.float32, device=x.device)
-        _, has_e4m3 = _about(x)
-        stored_codes = codes.view(torch.float8_e4m3fn) if has_e4m3 else codes
+    stats = None
+    itemsize = (x if s is None else s).element_size()
+    stored_codes = codes if codes is None or not _about(x)[1] else codes.view(torch.float8_e4m3fn)
     vec = math.gcd(8, n_cols)
     one_program = in_one_program(n_cols, itemsize, options.has_mean)
     # the kernel for wide rows always stores statistics: their cost is small beside a wide row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -57,33 +58,23 @@ def backward_ways(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, 
     return ways
 
 
-def _check_shapes(op: str, n: int, x: Tensor, tensors: Sequence[Any], when: str = "") -> None:
-    """Raise unless weight and bias have the last n dimensions of x, residual and gate all of them."""
-    for name, t in zip(("weight", "bias", "residual", "gate"), tensors, strict=True):
-        shape, of_x = (x.shape[-n:], "") if name in ("weight", "bias") else (x.shape, " of x")
-        if t is not None:
-            check.tensor(op, name, t)
-            if t.shape != shape:
-                raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
-
-
-def flattened(op: str, n: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """Return x, weight, bias, residual and gate with the last n dimensions of x as one."""
-    _check_shapes(op, n, x, tensors)
-    return [None if t is None else t.flatten(-n) for t in (x, *tensors)]
-
-
-def grouped(op: str, groups: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """Return x, weight, bias, residual and gate with columns split into groups (..., groups, N / groups)."""
+def reshaped(op: str, n: int, groups: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """Return x, weight, bias, residual and gate with the last n dimensions of x as one, or as (groups, columns)."""
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"{op}: groups must be an int, got {type(groups).__name__}")
     check.floating(op, "x", x)
-    n_cols = x.shape[-1] if x.dim() else 0
+    vector, n_cols = x.shape[-n:], math.prod(x.shape[-n:])
     if groups < 1 or n_cols % groups:
         raise ValueError(f"{op}: groups must divide the {n_cols} columns of x, got {groups}")
-    _check_shapes(op, 1, x, tensors, "with groups, ")
-    split = (groups, n_cols // groups)
-    return [None if t is None else t.unflatten(-1, split) for t in (x, *tensors)]  # type: ignore[no-untyped-call]
+    for name, t in zip(("weight", "bias", "residual", "gate"), tensors, strict=True):
+        shape, of_x = (vector, "") if name in ("weight", "bias") else (x.shape, " of x")
+        if t is not None:
+            check.tensor(op, name, t)
+            if t.shape != shape:
+                when = "" if groups == 1 else "with groups, "
+                raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
+    last = (n_cols,) if groups == 1 else (groups, n_cols // groups)
+    return [None if t is None else t.reshape(t.shape[: t.dim() - n] + last) for t in (x, *tensors)]
 
 
 def check_arguments(
@@ -163,24 +154,9 @@ def _forward(
 
 def _shapes(x: Tensor, residual: Tensor | None, o: Options) -> Results:
     """Return results of the right shapes: scales are 1, statistics 0, the others uninitialised."""
-
-    def rows(dtype: torch.dtype | None) -> Tensor:
-        return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-    s = None if residual is None else rows(torch.promote_types(x.dtype, residual.dtype))
-    scales_shape = (*x.shape[:-1], x.shape[-1] // 128 if o.quantize == 2 else 1)
-    return (
-        None if o.quantize else rows(o.dtype),
-        s,
-        rows(torch.uint8) if o.quantize else None,
-        torch.ones(scales_shape, dtype=torch.float32, device=x.device) if o.quantize else None,
-        x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(x if s is None else s)),
-    )
-
-
-def _normalised(f: Tensor, eps: float, has_mean: bool, stable: bool) -> Tensor:
-    """Return rows that are too wide for the kernels' options normalised by the kernels of plain calls."""
-    return norm(f, None, None, None, None, (eps, 0.0, has_mean, stable, *NONE))  # type: ignore[no-any-return]
+    y, s, codes, scales = definition.results(x, residual, o)
+    stats = x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(x if s is None else s))
+    return y, s, codes, None if scales is None else scales.fill_(1), stats
 
 
 def _backward(
@@ -199,11 +175,7 @@ def _backward(
             # kernels read memory by address; a batching rule may pass a strided view
             stats = stats.contiguous()
             return _launch().backward(dy, ds, x, gate, stats, weight, bias, of_rows, o, x_dtype, need)  # type: ignore[no-any-return]
-    normalise: Callable[..., Tensor] = definition.normalised
-    if uses_triton(x) and not o.stable:
-        # a plain call of rows that are too wide for this ends here
-        normalise = _normalised if _launch().has_backward(x, 4, None, Table(1, 1), False) else normalise
-    return *definition.backward(dy, ds, x, gate, weight, bias, o, need, normalise), None  # type: ignore[return-value]
+    return *definition.backward(dy, ds, x, gate, weight, bias, o, need), None  # type: ignore[return-value]
 
 
 def _backward_all(
@@ -344,14 +316,13 @@ def _call(
     *others: Any,
 ) -> Any:  # fmt: skip
     """Return a norm of the last n dimensions as one, or of groups of columns; `others` are the last options."""
-    if n > 1:
-        flat = flattened(op, n, x, weight, bias, residual, gate)
-        found = _call(op, 1, *flat, groups, eps, offset, *others)
+    if n > 1 or groups != 1:
+        rows = reshaped(op, n, groups, x, weight, bias, residual, gate)
+        found = _call(op, 1, *rows, 1, eps, offset, *others)
+        if isinstance(found, Tensor):
+            return found.view(x.shape)
         # scales of rows in 8 bits stay as they are
-        return tree_map(lambda t: t.view(x.shape) if t.shape == flat[0].shape else t, found)
-    if groups != 1:
-        found = _call(op, 1, *grouped(op, groups, x, weight, bias, residual, gate), 1, eps, offset, *others)
-        return tree_map(lambda t: t.flatten(-2), found)
+        return tree_map(lambda t: t.view(x.shape) if t.shape == rows[0].shape else t, found)
     options = (eps, offset if type(offset) is float else check.number(op, "offset", offset), *others)
     if _decomposes(gate, weight, bias, options):
         return _decomposed(x, residual, weight, bias, options)
