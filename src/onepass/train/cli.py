@@ -194,7 +194,7 @@ def conclude(training: Training) -> None:
     from onepass.train import pictures
 
     config, corpus, run_ = training.config, training.corpus, training.run
-    measured = training.measure(config.final_windows)
+    measured, numbers = training.measure(config.final_windows)
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
@@ -202,16 +202,16 @@ def conclude(training: Training) -> None:
         return
     unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
     run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
-    bits = f"{measured.bits:.3f} bits per byte of all validation text"
+    bits = f"{measured:.3f} bits per byte of all validation text"
     source = f"{name}, a validation file; {bits} after {training.step:,} steps, {run_.path.name}"
     run_.write(f"{runs.PICTURE}.html", html.page(traced, source))
-    change = 100 * (measured.bits / unigram - 1) if unigram else 0.0
+    change = 100 * (measured / unigram - 1) if unigram else 0.0
     say()
     beside = f"byte-unigram entropy of the same text {unigram:.3f} ({change:+.0f} %)"
-    say(f"validation  {measured.bits:.3f} bits per byte; {beside}")
+    say(f"validation  {measured:.3f} bits per byte; {beside}")
     say(f"speed       {training.speed():,.0f} tokens/s")
-    if measured.numbers:
-        say(choices.summary(measured.numbers))
+    if numbers:
+        say(choices.summary(numbers))
     say(f"drawn       {name}: {html.numbers(traced)}")
     names = [f"{runs.PICTURE}.html", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint.NAME]
     say(f"files       {run_.path}{os.sep} {'  '.join(names)}")

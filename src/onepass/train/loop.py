@@ -42,14 +42,6 @@ class InterruptedRunError(Exception):
 
 
 @dataclass
-class Measured:
-    """Measurements of a model on the validation text."""
-
-    bits: float  # per hidden byte
-    numbers: dict[str, float]  # what routers chose, by name in the metrics
-
-
-@dataclass
 class Training:
     """A model, its optimizer and the step that the run has reached."""
 
@@ -62,6 +54,7 @@ class Training:
     seconds: float = 0.0  # spent in steps, over the whole run
     saved: int = -1  # step of the last checkpoint
     pending: list[tuple[int, Tensor, float]] = field(default_factory=list)
+    ready: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # the batch of the next step
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.config.device)
@@ -129,7 +122,7 @@ class Training:
                     say(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
                     told = True
                 if measure:
-                    bits = self.measure(config.eval_windows).bits
+                    bits, _ = self.measure(config.eval_windows)
                     say(f"validation after {self.step:,} steps: {bits:.3f} bits per byte")
                 if save:
                     self.save()
@@ -149,16 +142,21 @@ class Training:
         for group in self.optimizer.param_groups:
             rate = group["scale"] * learning_rate(config, self.step)
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        batch = data.training_batch(
-            self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
-        )
-        loss: Tensor = self.gradients(*self._on_device(self.world.part(batch)))
+        loss: Tensor = self.gradients(*(self.ready.pop(self.step, None) or self._batch(self.step)))
         # outside the graphs: all-reduces between two of them lose little, and replays of collectives may hang
         self.world.average(self.gradients.flat, self.counts)
         # a graph of the update would read gradients where they no longer are
         self.update.why_eager = self.update.why_eager or self.gradients.why_eager
         self.update()
+        # drawn while a GPU computes: a reading of the loss leaves it nothing to do until the next step is there
+        self.ready = {self.step + 1: self._batch(self.step + 1)}
         return loss
+
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
+        """Return this process's rows of a step's batch, on the device."""
+        config, text = self.config, self.corpus.training
+        batch = data.training_batch(text, config.batch, config.seq, config.hides, config.seed, step)
+        return self._on_device(self.world.part(batch))
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -198,8 +196,8 @@ class Training:
         return self.step * self.config.batch * self.config.seq / max(self.seconds, 1e-9)
 
     @torch.no_grad()
-    def measure(self, windows: int) -> Measured:
-        """Measure and log bits per byte and the routers' choices on `windows` validation sequences.
+    def measure(self, windows: int) -> tuple[float, dict[str, float]]:
+        """Log and return bits per hidden byte of `windows` validation sequences, and by name what routers chose there.
 
         A finished run that is resumed measures again: its metrics were cut back to the last checkpoint.
         """
@@ -223,7 +221,7 @@ class Training:
             **numbers,
         }  # fmt: skip
         self.run.append([row])
-        return Measured(bits, numbers)
+        return bits, numbers
 
 
 def learning_rate(config: Config, step: int) -> float:
