@@ -35,7 +35,12 @@ def test_soft_topk_at_every_launch_shape(n: int, masked: bool, kind: str) -> Non
     mask = torch.rand(3, n, generator=torch.Generator().manual_seed(n)) > 0.3 if masked else None
     wide = [t.detach().cpu().double().requires_grad_() for t in (s, k, eps)]
     expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], mask=mask, kind=kind)
-    gy = torch.randn(3, n, dtype=torch.float64)
+    clear = torch.ones(3, n, dtype=torch.bool)
+    if kind == "clamp":  # its slope ends at 0 and 1: beside them fp32 may put a score on the other side
+        u = (wide[0] / wide[2][:, None]).detach()
+        gate = u - torch.where((expected > 0) & (expected < 1), u - expected, -torch.inf).amax(-1, keepdim=True)
+        clear = torch.minimum(gate.abs(), (gate - 1).abs()) > 1e-4
+    gy = torch.randn(3, n, dtype=torch.float64) * clear
     exact = [expected, *torch.autograd.grad(expected, wide, gy)]
     mask, upstream = mask if mask is None else mask.cuda(), gy.float().cuda()
 
@@ -45,8 +50,8 @@ def test_soft_topk_at_every_launch_shape(n: int, masked: bool, kind: str) -> Non
 
     first = run()
     torch.testing.assert_close(first[0].cpu().double(), exact[0], rtol=1e-5, atol=1e-5)
-    for a, e in zip(first[1:], exact[1:], strict=True):
-        assert (a.cpu().double() - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())
+    for a, e, told in zip(first[1:], exact[1:], (clear, True, True), strict=True):
+        assert ((a.cpu().double() - e).abs() * told).max() <= 1e-4 * max(1.0, e.abs().max().item())
     for _ in range(20):
         assert all(map(torch.equal, first, run()))
 

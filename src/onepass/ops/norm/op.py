@@ -74,7 +74,17 @@ def reshaped(op: str, n: int, groups: int, x: Tensor, *tensors: Tensor | None) -
                 when = "" if groups == 1 else "with groups, "
                 raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
     last = (n_cols,) if groups == 1 else (groups, n_cols // groups)
-    return [None if t is None else t.reshape(t.shape[: t.dim() - n] + last) for t in (x, *tensors)]
+    return [None if t is None else _whole(n, t).reshape(t.shape[: t.dim() - n] + last) for t in (x, *tensors)]
+
+
+def _whole(n: int, t: Any) -> Any:
+    """Return a DTensor whole along its last n dimensions, any other tensor as it is: torch 2.11 reshapes few shards."""
+    if not (placements := getattr(t, "placements", ())):
+        return t
+    from torch.distributed.tensor import Replicate
+
+    split = [p.is_shard() and p.dim % t.dim() >= t.dim() - n for p in placements]
+    return t.redistribute(placements=[Replicate() if s else p for s, p in zip(split, placements, strict=True)])
 
 
 def check_arguments(
