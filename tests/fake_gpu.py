@@ -19,14 +19,17 @@ from onepass.core.launch import compiled as core
 from onepass.core.launch import replay, replayed
 
 
+def no_hooks() -> SimpleNamespace:
+    """Return what a launch asks of Triton's hooks, of which there are none."""
+    return SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[]))
+
+
 class FakeGpu:
     """A GPU made of CPU tensors: one kernel, y = a·x (+ b), whose launches are seen."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        self.hooks = SimpleNamespace(
-            launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
-        )
+        self.hooks = no_hooks()
         self.device: Any = None
         # whether the launcher takes the kernel's own arguments as one tuple
         self.packed = False
@@ -92,13 +95,11 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
         Host.launches = 0
         self.written: Counter[str] = Counter()
-        none = SimpleNamespace(calls=[])
-        hooks = SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none)
 
         def run(*args: Any) -> None:
             Host.launches += 1
 
-        entry = core.Compiled(run, (None,), lambda: None, lambda device: None, hooks, None)
+        entry = core.Compiled(run, (None,), lambda: None, lambda device: None, no_hooks(), None)
 
         def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
             if core._recording.listener is not None:

@@ -40,12 +40,12 @@ def _typical(spec: Spec) -> str:
 
 
 def _two_of_each() -> list[Any]:
-    """Every sample; all but the typical one and the one of most arguments are slow."""
+    """Of each operator the typical sample and the one of most arguments; slow: every third of the others."""
     chosen = {(spec.name, name) for spec in SPECS for name in (_typical(spec), largest_small(spec)[0])}
-    return [
-        p if (p.values[0].name, p.values[1]) in chosen else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
-        for p in spec_samples()
-    ]
+    two, others = (
+        [p for p in spec_samples() if ((p.values[0].name, p.values[1]) in chosen) == i] for i in (True, False)
+    )
+    return two + [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in others[::3]]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from harness import DEVICES, SPECS, Calls, build, floats, gradients, largest_small, maker
+from harness import DEVICES, SPECS, Calls, build, floats, gradients, largest_small, maker, outputs
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import expert_order, experts
@@ -28,8 +28,9 @@ def _sample(spec: Any, name: str, needs: str, make: Make) -> None:
 
 
 def _rows(spec: Any, name: str, make: Make) -> None:
-    out = spec.of_rows(make, 10)[name](make(3, 10).requires_grad_())
-    (out if isinstance(out, Tensor) else out[0]).sum().backward()
+    for out in outputs(spec.of_rows(make, 10)[name](make(3, 10).requires_grad_())):
+        if out.requires_grad:  # codes have no gradient
+            out.sum().backward(retain_graph=True)
 
 
 def _experts(gated: bool, make: Make) -> None:
@@ -48,11 +49,10 @@ def _choice(score_func: str, make: Make) -> None:
 
 
 def _runs() -> Iterator[tuple[str, Callable[[Make], Any], bool]]:
-    """(name, run, slow): of each operator the first two samples are not slow."""
+    """(name, run, slow): of each operator the two samples of most arguments; slow: a call of rows with each option."""
     for spec in SPECS:
-        for i, name in enumerate(largest_small(spec) if spec.name != "experts" else ()):
-            needs = ("all", "last")[i % 2]
-            yield f"{spec.name}-{name}-{needs}", partial(_sample, spec, name, needs), i > 1
+        for name, needs in zip(largest_small(spec) if spec.name != "experts" else (), ("all", "last"), strict=False):
+            yield f"{spec.name}-{name}-{needs}", partial(_sample, spec, name, needs), False
         for name in spec.of_rows(maker("cpu", torch.float32), 10):
             yield f"{name}-rows", partial(_rows, spec, name), True
     for gated in (False, True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fake_gpu import no_hooks
 from harness import SPECS, build, call, leaves, replace, sample_names
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay
@@ -47,11 +47,6 @@ class _Interpreter:
     # a class's: what one test recorded another may replay
     replays = 0
 
-    def __init__(self) -> None:
-        self.hooks = SimpleNamespace(
-            launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
-        )
-
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         recorder = core._recording.listener
         if recorder is not None:
@@ -63,7 +58,7 @@ class _Interpreter:
                 tensors = [_at(address, dtype) for address, dtype in zip(rest, dtypes, strict=False)]
                 kernel[gx, gy, gz](*tensors, *rest[n:], **(core.OPTIONS | options))
 
-            entry = core.Compiled(run, ("head",), lambda: None, lambda index: None, self.hooks, kernel)
+            entry = core.Compiled(run, ("head",), lambda: None, lambda index: None, no_hooks(), kernel)
             recorder.launched(entry, grid, args[:n], args[n:])
         # what the interpreter does in torch is no part of the call
         with _disable_current_modes():

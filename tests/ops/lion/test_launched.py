@@ -34,35 +34,29 @@ INTERPRETED: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "options"),
-    [pytest.param("cpu", *mode, marks=pytest.mark.interpret) for mode in INTERPRETED]
-    + [pytest.param("cuda", *mode, marks=pytest.mark.gpu) for mode in MODES],
-    ids=str,
-)
-def test_a_step_is_the_torch_paths(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    interpreted = device == "cpu"
-    a = make_params(dtype, [(7,), (4096,), (5001,), (300,)] if interpreted else [*GPU_SHAPES, (5000,)], device)
-    b = clones(a, device="cpu")
-    given = {"lr": 1e-3 if interpreted else 1e-2, "weight_decay": 0.1, "betas": BETAS, **options}
-    ours = Lion(a, **given)
-    plain = Lion(b, **{**given, "fused": False, "foreach": False if interpreted else None})
-    for _ in range(2 if interpreted else 3):
+@pytest.mark.interpret
+@pytest.mark.parametrize(("dtype", "options"), INTERPRETED, ids=str)
+def test_a_step_is_the_torch_paths(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """What the machine leaves out under the interpreter; on CUDA it leaves out nothing."""
+    a = make_params(dtype, [(7,), (4096,), (5001,), (300,)])
+    b = clones(a)
+    given = {"lr": 1e-3, "weight_decay": 0.1, "betas": BETAS, **options}
+    ours, plain = Lion(a, **given), Lion(b, **{**given, "fused": False, "foreach": False})
+    for _ in range(2):
         run(1, (ours, a), (plain, b))
         assert ours._work is not None
         assert ours._work.all_fused
         assert plain._work is not None
         assert not plain._work.fused
-    floor, slope, share, codes = (1e-6, 2.0**-9, 1000, 200) if interpreted else (1e-5, 2.0**-7, 500, 50)
     for p, q in zip(a, b, strict=True):
         # fp32 may round a tie, or a code, to the other side; then the weight differs by the step
-        differ = (p.cpu().double() - q.double()).abs() > floor + slope * q.double().abs() * (dtype.itemsize == 2)
-        assert differ.sum() <= 1 + p.numel() // share
+        differ = (p.double() - q.double()).abs() > 1e-6 + 2.0**-9 * q.double().abs() * (dtype.itemsize == 2)
+        assert differ.sum() <= 1 + p.numel() // 1000
         for key, value in plain.state[q].items():
-            other = ours.state[p][key].cpu()
+            other = ours.state[p][key]
             assert other.dtype == value.dtype
             if value.dtype == torch.int8:
-                assert (other != value).sum() <= p.numel() // codes
+                assert (other != value).sum() <= p.numel() // 200
 
 
 @pytest.mark.gpu
