@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pydoc
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-import onepass
 from onepass.optim import Lion
+from packages import fresh
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 READMES = sorted((ROOT / "src").rglob("README.md"))
 # lab notes are history
-PAGES = [*READMES, *(p for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "lab")]
-BLOCKS = [
-    (f"{path.relative_to(ROOT)}:{number}", code)
-    for path in PAGES
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE))
-]
+PAGES = [ROOT / "README.md", *READMES, *(p for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "lab")]
+EXAMPLES = {
+    str(p.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```", p.read_text(), re.DOTALL | re.MULTILINE)
+    for p in PAGES
+}
+NEEDS = {page: " ".join(re.findall("# pip install (.*)", "".join(found))) for page, found in EXAMPLES.items()}
+BLOCKS = [(f"{page}:{number}", code) for page, blocks in EXAMPLES.items() for number, code in enumerate(blocks)]
+
+
+@pytest.fixture
+def small_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where the name of the model in README leads to a small one."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    model.save_pretrained(tmp_path / re.findall(r'from_pretrained\("(.*?)"\)', PAGES[0].read_text())[0])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
-def test_example(name: str, code: str) -> None:
+def test_example(name: str, code: str, request: pytest.FixtureRequest) -> None:
+    if "from_pretrained(" in code:
+        request.getfixturevalue("small_llama")
     exec(compile(code, name, "exec"), {})
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
-def test_readmes_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 80
+@pytest.mark.slow
+@pytest.mark.parametrize("packages", sorted({*NEEDS.values()}), ids=lambda names: names or "torch alone")
+def test_examples_run_where_only_what_their_page_installs_is(packages: str, small_llama: Path) -> None:
+    """torch, which `pip install .` brings, and the packages that a page's examples name, with what these require."""
+    site = fresh(small_llama / "fresh", "torch", *packages.split())
+    (site / "onepass").symlink_to(ROOT / "src" / "onepass")
+    blocks = [code for page, found in EXAMPLES.items() if NEEDS[page] == packages for code in found]
+    code = "".join(f"exec({block!r}, {{}})\n" for block in blocks) + "import onepass; print(onepass.__file__)"
+    run = [small_llama / "fresh" / "bin" / "python", "-I", "-c", code]
+    done = subprocess.run(run, cwd=small_llama, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(str(site))
 
 
 def test_all_pages_are_read_in_an_afternoon() -> None:
@@ -40,6 +64,7 @@ def test_all_pages_are_read_in_an_afternoon() -> None:
     pages = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(p for room in rooms for p in room.rglob("*.md"))]
     counted = [p for p in pages if p.name != "CHANGELOG.md" and p.parent.name != "lab"]
     assert sum(len(path.read_text().split()) for path in counted) <= 18_000
+    assert max(len(path.read_text().splitlines()) for path in READMES) <= 80
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert nav.count(".md\n") <= 15 + 1  # and the changelog
 
@@ -71,14 +96,6 @@ def test_every_promise_names_its_test() -> None:
         assert folder != ROOT or "`make " in row or "(../benchmarks/results/" in row, row
 
 
-def _bytes(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> float:
-    """Bytes of a weight and of its states, per weight."""
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.numel() > 100]
-    return (weight.nbytes + sum(value.nbytes for value in states)) / weight.numel()
-
-
 def test_memory_table() -> None:
     rows = re.findall(r"^\| (fp32|bf16) \| (.+?) \| ([\d.]+) \|$", (DOCS / "lion.md").read_text(), re.MULTILINE)
     assert len(rows) == 7
@@ -90,17 +107,16 @@ def test_memory_table() -> None:
             call = re.search(r"`Lion(?:\((.*?)\))?`", what)
             assert call
             optimizer = Lion([weight], **eval(f"dict({call[1] or ''})"))
-        assert f"{_bytes(optimizer, weight):.2f}" == told, what
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.numel() > 100]
+        assert f"{sum(value.nbytes for value in (weight, *states)) / weight.numel():.2f}" == told, what
 
 
 def test_names_of_the_library_exist() -> None:
     for path in PAGES:
         for name in set(re.findall(r"`(onepass(?:\.\w+)+)", path.read_text())):
-            thing, parts = onepass, name.split(".")[1:]
-            for number, part in enumerate(parts):
-                if not hasattr(thing, part):
-                    importlib.import_module(".".join(["onepass", *parts[: number + 1]]))
-                thing = getattr(thing, part)
+            assert pydoc.locate(name) is not None, name
 
 
 def test_arguments_of_the_rivals_exist() -> None:

@@ -1,10 +1,9 @@
-"""The README's examples run as they stand, and every figure of README and start.md is that of a committed record."""
+"""README is short, and its figures, and those of other pages, are of committed records."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from packages import fresh
 from research.budget import runs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 FIGURE = re.compile(r"\d[\d.]*(?: ?(?:×(?!\d)|%)| (?:times|ms|µs|MiB|bytes|bits)\b)")
 Record = dict[str, Any]
 
@@ -29,6 +26,14 @@ def records(name: str) -> Any:
 def made(header: Record) -> str:
     """The card and the day of a record."""
     return f"{re.findall('H[12]00', header['gpu'])[0]}, {header['date']}"
+
+
+def by_case(found: Iterable[Record]) -> list[dict[str, Record]]:
+    """Records of each implementation, case by case."""
+    cells: dict[str, dict[str, Record]] = {}
+    for r in found:
+        cells.setdefault(str(r["case"]), {})[r["impl"]] = r
+    return [*cells.values()]
 
 
 def of_llama() -> list[Record]:
@@ -67,10 +72,8 @@ def selection() -> Iterable[str]:
         found = [cells[(*call, dtype)] for dtype in ("float32", "bfloat16")]
         told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in found)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
-    trainers = records("h100/raw/topk_trainers.json")
-    steps = [r for r in trainers["rows"] if r["what"].startswith("autoencoder step")]
-    ours, torch = (min(r["us"] for r in steps if r["way"] == way) / 1e3 for way in ("onepass", "torch.topk"))
-    yield f"takes {ours:.1f} ms, with `torch.topk` {torch:.1f} ({made(trainers['header'])})"
+    less = [100 - 100 * ours / theirs for recipe, (theirs, ours) in recipes().items() if "TopK" in recipe]
+    yield f"take {min(less):.0f} to {max(less):.0f} % less time ({made(records('h200/raw/recipes.json'))})"
     many = cells[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer no order"]
     told = f"{many['onepass by index']:.0f} µs, `torch.topk` {many['torch.topk unsorted']:.0f}"
@@ -78,6 +81,13 @@ def selection() -> Iterable[str]:
     ratios = [r["flashinfer no order"] / r["onepass by index"] for r in rows if r["rows"] <= 64 and r["k"] == 2048]
     yield f"FlashInfer, without order and determinism, takes {min(ratios):.2f} to {max(ratios):.2f} times our time"
     yield topk_on_a_cpu()
+
+
+def recipes() -> dict[str, list[float]]:
+    """ms of other libraries' steps, without onepass and with it."""
+    rows = records("h200/raw/recipes.json")["rows"]
+    names = [f"{r['recipe']}, {r['mode']}" for r in rows]
+    return {name: [r["ms"] for r, of in zip(rows, names, strict=True) if of == name] for name in names}
 
 
 def topk_on_a_cpu() -> str:
@@ -117,11 +127,8 @@ def lion() -> Iterable[str]:
         best = min(same, key=lambda r: r["us"])
         other = f"{names.get(best['impl'], best['impl'])}: {best['us'] / 1e3:.2f} ms"
         yield "| {} | {:.2f} ms, {} bytes | {} | {:.2f} ms, {} bytes |".format(what, *ours, other, *adamw)
-    cells: dict[str, dict[str, float]] = {}
-    for r in records("cpu/lion.json")[1:]:
-        if r["case"].get("fused") == "fused":
-            cells.setdefault(r["case"]["model"], {})[r["impl"]] = r["us"]
-    ratios = [cell.pop("onepass") / min(cell.values()) for cell in cells.values()]
+    cells = by_case(r for r in records("cpu/lion.json")[1:] if r["case"].get("fused") == "fused")
+    ratios = [cell.pop("onepass")["us"] / min(r["us"] for r in cell.values()) for cell in cells]
     yield f"`Lion(fused=True)` takes {min(ratios):.2f} to {max(ratios):.2f} times the fastest other's time"
 
 
@@ -133,27 +140,13 @@ def experts() -> Iterable[str]:
         ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE"),
     )
     for file, told, rival, name in beside:
-        cells: dict[str, dict[str, Record]] = {}
-        for r in records(f"h200/raw/{file}.json")[1:]:
-            cells.setdefault(str(r["case"]), {})[r["impl"]] = r
-        graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells.values()]
+        cells = by_case(records(f"h200/raw/{file}.json")[1:])
+        graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells]
         assert {min(us.keys() - {"onepass", "products"}, key=us.__getitem__) for us in graphs} == {rival}
         over = ([us[i] / us["products"] for us in graphs] for i in ("onepass", rival))
         ours, best = (f"{min(x):.2f} to {max(x):.2f} times" for x in over)
-        peaks = " and ".join(f"{[*cells.values()][-1][i]['peak_mib']:.0f}" for i in ("onepass", rival))
+        peaks = " and ".join(f"{cells[-1][i]['peak_mib']:.0f}" for i in ("onepass", rival))
         yield f"with {told} {ours}, {name} {best} (peak of the largest size: {peaks} MiB)"
-
-
-MODES = ("eager", "compiled", "reduce-overhead", "graph")
-
-
-def step(layer: str, case: str, mode: str) -> str:
-    """How many times as fast a routed layer's step is as the dense one's in the same mode."""
-    names = ("program", "program_graphs", "program_tokens")
-    runs = [r for name in names for r in records(f"h200/raw/{name}.json")[1:]]
-    found = {r["program"]: r["wall_us"] for r in runs if (r.get("case"), r.get("mode")) == (case, mode)}
-    dense = {"RoutedBlock": "dense block", "RoutedFeedForward": "dense feed-forward"}[layer]
-    return f"{found[dense] / found[layer]:.2f}×"
 
 
 def budgets() -> dict[str, str]:
@@ -193,75 +186,62 @@ def processes() -> Iterable[str]:
     yield f"{two:.1f} and {four:.1f} ms, {100 * alone / two:.0f} and {100 * alone / four:.0f} %"
 
 
+def speed() -> Iterable[str]:
+    """First how many times as fast a routed layer's step is as the dense one's in the same mode."""
+    runs = [r for name in ("", "_graphs", "_tokens") for r in records(f"h200/raw/program{name}.json")[1:]]
+    ms = {(r["program"], r.get("case"), r.get("mode")): r["wall_us"] for r in runs}
+    for case in ("2x8192, d 512", "2x32768, d 1024"):
+        for layer, dense in (("RoutedFeedForward", "dense feed-forward"), ("RoutedBlock", "dense block")):
+            modes = ("eager", "compiled", "reduce-overhead", "graph")
+            told = (f"{ms[dense, case, mode] / ms[layer, case, mode]:.2f}×" for mode in modes)
+            yield f"| `{layer}` | {' | '.join(told)} |"
+    for r in records("h200/raw/decoding.json")["records"]:
+        yield "| {windows ms:.3f} | {torch windows ms:.3f} | {experts ms:.3f} |".format(**r)
+    blocks = (f"h200/raw/transformer_block{of}.json" for of in ("", "_windows"))
+    us = {(r["impl"], r["case"]["window"]): r["us"] for name in blocks for r in records(name)[1:]}
+    told = "{:.0f} µs with windows of 128, {:.0f} without; torch compiled, `flex_attention` for windows, {:.0f} and"
+    yield told.format(*(us[f"{by}, CUDA graph", window] for by in ("onepass", "torch.compile") for window in (128, 0)))
+    yield topk_on_a_cpu()
+
+
+def choices() -> Iterable[str]:
+    for library in ("SAELens 6.54", "dictionary_learning 0.1", "sparsify 1.3"):
+        ways = [recipes().get(f"{library.split()[0]} {way}, eager") for way in ("TopK", "TopK, AuxK", "BatchTopK")]
+        yield f"| {library} |" + "|".join(" {:.1f}, {:.1f} ".format(*ms) if ms else " " for ms in ways) + "|"
+
+
+def other_experts() -> Iterable[str]:
+    """Where SonicMoE does not run; torchtitan's layer."""
+    found = by_case(r for r in records("h200/experts.json")[1:] if r["case"]["act"] == "swiglu")
+    ratios = [us["torch, torch.compile, CUDA graph"]["us"] / us["onepass, CUDA graph"]["us"] for us in found]
+    yield f"compiled torch takes {min(ratios):.2f} to {max(ratios):.2f} times our time with SwiGLU in a graph"
+    yield f"`fused_moe` {found[-1]['liger']['us'] / found[-1]['onepass']['us']:.2f} times in the last row, eager"
+    eager, compiled = (recipes()[f"torchtitan experts, {mode}"] for mode in ("eager", "compiled"))
+    yield "{:.1f} ms eager, with ours {:.1f}".format(*eager)
+    yield "compiled {:.1f} and {:.1f}".format(*compiled)
+
+
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, selection, lion, experts, budget],
     "docs/start.md": [states],
     "docs/scale.md": [processes],
+    "docs/performance.md": [speed],
+    "docs/topk.md": [choices],
+    "docs/experts.md": [other_experts],
 }
-
-
-def test_the_page_of_speed_has_the_steps_of_the_record() -> None:
-    page = " ".join((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").split())
-    for case in ("2x8192, d 512", "2x32768, d 1024"):
-        for layer in ("RoutedFeedForward", "RoutedBlock"):
-            assert f"| `{layer}` | " + " | ".join(step(layer, case, mode) for mode in MODES) + " |" in page
-    for r in records("h200/raw/decoding.json")["records"]:
-        cells = (f"{r[f'{name} ms']:.3f}" for name in ("windows", "torch windows", "experts"))
-        assert f"| {' | '.join(cells)} |" in page
-    blocks = (f"h200/raw/transformer_block{of}.json" for of in ("", "_windows"))
-    us = {(r["impl"], r["case"]["window"]): r["us"] for name in blocks for r in records(name)[1:]}
-    told = "{:.0f} µs with windows of 128, {:.0f} without; torch compiled, `flex_attention` for windows, {:.0f} and"
-    found = (us[f"{by}, CUDA graph", window] for by in ("onepass", "torch.compile") for window in (128, 0))
-    assert told.format(*found) in page
-
-
-@pytest.fixture
-def small_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where the name of the model in README leads to a small one."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
-    model.save_pretrained(tmp_path / re.findall(r'from_pretrained\("(.*?)"\)', README)[0])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda c: c.strip().splitlines()[0][:40])
-def test_example(code: str, request: pytest.FixtureRequest) -> None:
-    if "transformers" in code:
-        request.getfixturevalue("small_llama")
-    exec(compile(code, "README.md", "exec"), {})
-
-
-@pytest.mark.slow
-def test_examples_run_where_only_what_readme_installs_is(small_llama: Path) -> None:
-    """torch, which `pip install .` brings, and the packages that its other lines name, with what these require."""
-    names = re.findall(r"pip install (?!\.)'?([\w-]+)", README)
-    site = fresh(small_llama / "fresh", "torch", *names)
-    (site / "onepass").symlink_to(ROOT / "src" / "onepass")
-    code = "".join(f"exec({code!r}, {{}})\n" for code in BLOCKS) + "import onepass; print(onepass.__file__)"
-    run = [small_llama / "fresh" / "bin" / "python", "-I", "-c", code]
-    done = subprocess.run(run, cwd=small_llama, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(site))
 
 
 def test_it_is_short_and_has_an_example_of_each_part() -> None:
     assert len(README.splitlines()) <= 80
     assert README.count("](") <= 12
-    assert all(name in "".join(BLOCKS) for name in ("topk", "swap", "Lion", "Experts", "TransformerBlock"))
-
-
-def test_pages_say_how_slow_topk_is_on_a_cpu() -> None:
-    for page in ("README.md", "docs/topk.md", "docs/performance.md"):
-        assert topk_on_a_cpu() in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert all(f"{name}(" in README for name in ("topk", "swap", "Lion", "Experts", "TransformerBlock"))
 
 
 @pytest.mark.parametrize("page", FIGURES)
 def test_every_figure_is_of_a_record(page: str) -> None:
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    flat = " ".join(text.split())
+    flat = left = " ".join(text.split())
     for told in (told for figures in FIGURES[page] for told in figures()):
         assert told in flat, f"{page} should say: {told}"
-        flat = flat.replace(told, "")
-    assert FIGURE.findall(flat) == []
+        left = left.replace(told, "")
+    assert FIGURE.findall(left) == [] or page in [*FIGURES][3:]
