@@ -86,13 +86,13 @@ def everywhere(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any])
 class Host:
     """CPU tensors that take the way of CUDA tensors; counts launches, and how often a stretch of a node ran as written.
 
-    `node`: a module whose functions made by `replayed` get a memory of their own.
+    `nodes`: modules whose functions made by `replayed` get a memory of their own; of one name the first module's.
     """
 
     # a class's: what one test recorded another may replay
     launches = 0
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *nodes: Any) -> None:
         Host.launches = 0
         self.written: Counter[str] = Counter()
 
@@ -109,8 +109,9 @@ class Host:
         everywhere(monkeypatch, launch=launch, uses_triton=lambda *tensors: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         code = replayed(print).__code__
-        self.stretches = [name for name, f in vars(node).items() if getattr(f, "__code__", None) is code]
-        for name in self.stretches:
+        found = [(name, node) for node in nodes for name, f in vars(node).items() if getattr(f, "__code__", 0) is code]
+        self.stretches = dict(reversed(found))
+        for name, node in self.stretches.items():
             monkeypatch.setattr(node, name, self._counted(name, getattr(node, name)))
 
     def _counted(self, name: str, stretch: Any) -> Callable[..., Any]:

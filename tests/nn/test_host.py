@@ -11,18 +11,17 @@ from torch import nn
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.fused import attention as attention_node
-from onepass.fused import feed_forward as feed_forward_node
+from onepass.fused import attention, feed_forward, tokens
 from onepass.nn import CausalRouter, RoutedAttention, RoutedFeedForward
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
-NODES: dict[str, ModuleType] = {"attention": attention_node, "feed-forward": feed_forward_node}
+NODES: dict[str, ModuleType] = {"attention": attention, "feed-forward": feed_forward}
 
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Host:
-    return Host(monkeypatch, NODES[request.getfixturevalue("name")])
+    return Host(monkeypatch, NODES[request.getfixturevalue("name")], tokens)
 
 
 def _layer(name: str, causal: bool = False) -> nn.Module:
@@ -96,7 +95,7 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, n
     of_tokens = [t for t in saved if (t.numel() >= x.numel() if name == "attention" else t.shape[:1] == (160,))]
     used = [t for t in of_tokens if t.data_ptr() != x.data_ptr()]
     assert len(used) == 3
-    alive = still_held(monkeypatch, NODES[name], "_after_backward_products", used)
+    alive = still_held(monkeypatch, tokens, "_backward", used)
     del saved, of_tokens, used
     torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
     assert alive == [3 if kept else 0]

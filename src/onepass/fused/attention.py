@@ -21,10 +21,10 @@ from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
 from .branch import add_chosen, begin_backward, steps, to, weight_gradient
-from .choice import Choice, choose, choose_backward, choose_keys, choose_keys_backward
+from .choice import Choice
 from .node import fused
-from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
 from .runs import Runs, neighbours, runs_of, whole
+from .tokens import backward, before_products, gates_gradient
 
 
 class Plan(NamedTuple):
@@ -43,6 +43,11 @@ class Plan(NamedTuple):
     residual: bool  # return x + y, and take its gradient
     eps: float  # of the norms
     score_eps: float
+
+    @property
+    def choices(self) -> tuple[tuple[Choice, int], tuple[Choice, int]]:
+        """As `tokens` asks for them."""
+        return (self.queries, 0), (self.keys, self.window if self.causal else 0)
 
 
 class Public(NamedTuple):
@@ -65,7 +70,7 @@ class Saved:
     state_q: Tensor | None  # of the choices, as their starts
     starts: Tensor | None
     state_kv: Tensor | None
-    within: Tensor | None  # as `choose_keys` has it, and what each query sees
+    within: Tensor | None  # as `choose_within` has it, and what each query sees
     seen: Tensor | None
     stats_q: Tensor
     stats_kv: Tensor
@@ -126,24 +131,6 @@ def _attention_backward(
         span.backward(dy, q, k, v, y, lse, first, last, mask, scale, into)
 
 
-@replayed
-def _before_products(
-    x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor, norm_kv: Tensor, plan: Plan,
-    *weights: Tensor,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
-    y, tokens, scores, stats, *copies = score_tokens(x, vectors, light_norm, mask, plan, *weights)
-    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries)
-    window = plan.window if plan.causal else 0
-    gates_kv, at_kv, state_kv, within, seen = choose_keys(scores[1], mask, plan.keys, at_q, window)
-    chosen_q, stats_q = norm_chosen(x, at_q, norm_q, plan.eps, plan.dtype)
-    chosen_kv, stats_kv = norm_chosen(x, at_kv, norm_kv, plan.eps, plan.dtype)
-    return (
-        y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within,
-        seen, chosen_q, stats_q, chosen_kv, stats_kv, *copies,
-    )  # fmt: skip
-
-
 # the precision of fp32 products decides the tiles of attention
 @partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend(
@@ -191,34 +178,6 @@ def _attend_backward(
     return d_qkv, dq, dkv, steps(v).gate_backward(dv, v, gates_kv)
 
 
-@replayed
-def _after_backward_products(
-    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
-    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor,
-    state_q: Tensor | None, starts: Tensor | None, state_kv: Tensor | None, within: Tensor | None,
-    stats_q: Tensor, stats_kv: Tensor, plan: Plan, d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None,
-    d_gates_q: Tensor | None, d_gates_kv: Tensor | None, g_scores: Tensor | None,
-    explore_grad: Tensor | None, residual: Tensor | None,
-    need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx through all norms, choices and scores, and sums: light norm, vectors, then the chosen tokens'."""
-    ds = None
-    if d_gates_q is not None and d_gates_kv is not None:
-        ds = torch.empty_like(scores)
-        choose_backward(d_gates_q, scores[0], mask, plan.queries, at_q, gates_q, state_q, starts, ds[0])
-        choose_keys_backward(
-            d_gates_kv, scores[1], mask, plan.keys, at_kv if within is None else within, gates_kv, state_kv,
-            plan.window if plan.causal else 0, ds[1],
-        )  # fmt: skip
-    if g_scores is not None:
-        ds = g_scores if ds is None else ds + g_scores
-    lists: list[Chosen] = [(d_q, at_q, norm_q, stats_q, need_q), (d_kv, at_kv, norm_kv, stats_kv, need_kv)]
-    return through_norms(
-        x, light_norm, vectors, mask, stats, scores, d_normed, ds, lists, explore_grad, plan.explore_stride, residual,
-        need_x, need_sums,
-    )  # fmt: skip
-
-
 def forward(
     plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None,
     norm_q: Tensor, norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
@@ -228,9 +187,9 @@ def forward(
     vectors = torch.cat((vector_q, vector_kv))
     weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
     (
-        y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
+        y, tokens, scores, stats, gates_q, at_q, state_q, starts, _, gates_kv, at_kv, state_kv, within, seen, chosen_q,
         stats_q, chosen_kv, stats_kv, *copies,
-    ) = _before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
+    ) = before_products(x, vectors, light_norm, mask, plan, norm_q, norm_kv, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
     qkv = torch.mm(tokens, qkv_w.t())
     light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan)
@@ -307,23 +266,15 @@ def backward_tokens(
     stats_kv: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, the routers' vectors and the norms: through norms, choices and scores."""
-    need_x, need_vector_q, need_vector_kv, *need_norms = needs[:6]
-    need_v = need_vector_q or need_vector_kv
-    if need_x or need_v:
-        # without any gradient of the gates, zeros: the choices' backward then gives zeros
-        d_gates_q, d_gates_kv = (
-            torch.zeros_like(like) if own is None and g is None else g if own is None else own if g is None else own + g
-            for own, g, like in ((d_gates_q, g_gates_q, gates_q), (d_gates_kv, g_gates_kv, gates_kv))
-        )
-    needed = [need and d is not None for need, d in zip(need_norms, (d_normed, d_q, d_kv), strict=True)]
-    dx, sums = _after_backward_products(
-        x, vectors, light_norm, norm_q, norm_kv, mask, at_q, gates_q, at_kv, gates_kv, scores, stats, state_q, starts,
-        state_kv, within, stats_q, stats_kv, plan, d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, d_explore,
-        None if residual is None else residual.contiguous(), need_x, need_v or needed[0], *needed[1:],
+    need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, *_ = needs
+    need = need_x, need_vector_q or need_vector_kv, need_light_norm and d_normed is not None
+    return backward(
+        plan, need, x, vectors, light_norm, mask, scores, stats, d_normed, g_scores, d_explore, residual,
+        d_q, gates_gradient(need, d_gates_q, g_gates_q), norm_q, need_norm_q and d_q is not None, stats_q,
+        gates_q, at_q, state_q, starts,
+        d_kv, gates_gradient(need, d_gates_kv, g_gates_kv), norm_kv, need_norm_kv and d_kv is not None, stats_kv,
+        gates_kv, at_kv, state_kv, within,
     )  # fmt: skip
-    norms = light_norm, norm_q, norm_kv
-    d_vectors, d_norms = split_sums(sums, vectors, need_v, norms, needed)
-    return dx, *d_vectors, *d_norms
 
 
 def _multiplications(plan: Plan, x: Any, null: Any, *matrices: Any) -> int:

@@ -119,19 +119,18 @@ def choose_backward(
     return ds
 
 
-def choose_keys(
-    scores: Tensor, mask: Tensor | None, how: Choice, at_q: Tensor, window: int
+def choose_within(
+    scores: Tensor, mask: Tensor | None, how: Choice, window: int, at_q: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return gates, indices (batch, keys), the choice's state, and with `window` > 0 two tensors more.
+    """Return what `choose` does, and None.
 
-    Each window gives k keys then, and gates have the shape (batch·windows, k). The first of the two holds the indices
-    within the windows. The second, (2, batch, queries) int32, holds the first and the last + 1 of the keys that each
-    query in `at_q` (batch, queries) sees: those of the windows before its own. Missing queries come last and see every
-    key, so that the last never decreases.
+    With `window` > 0 each window gives k keys: gates and indices are (batch, windows·k), and in place of the starts
+    stand the indices within windows, (batch·windows, k). The last, (2, batch, queries) int32, holds the first and the
+    last + 1 of the keys that each query in `at_q` (batch, queries) sees: those of the windows before its own. Missing
+    queries come last and see every key, so that the last never decreases.
     """
-    if not window:
-        gates, indices, state, _ = choose(scores, mask, how)
-        return gates, indices, state, None, None
+    if not window or at_q is None:
+        return *choose(scores, mask, how), None
     if is_fake(scores):
         batch, n = scores.shape
         parts = scores.new_empty((batch * cdiv(n, window), window))
@@ -147,23 +146,24 @@ def choose_keys(
         indices = of_sequence(within, len(scores), window)
         last = torch.where(at_q >= 0, at_q // window * how.k, indices.shape[1]).to(torch.int32)
         seen = torch.stack((torch.zeros_like(last), last))
-    return gates, indices, state, within, seen
+    return gates.view(indices.shape), indices, state, within, seen
 
 
-def choose_keys_backward(
-    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor,
-    state: Tensor | None, window: int, into: Tensor,
+def choose_within_backward(
+    d_gates: Tensor | None, mask: Tensor | None, how: Choice, window: int, gates: Tensor, indices: Tensor,
+    state: Tensor | None, where: Tensor | None, scores: Tensor, into: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradient of the scores (batch, n) to `into`; `indices` are those within windows if `window` > 0."""
-    if not window:
-        choose_backward(d_gates, scores, mask, how, indices, gates, state, None, into)
+    """Write the gradient of the scores (batch, n) to `into`; `where` are starts, or with a window indices within it."""
+    d_gates = torch.zeros_like(gates) if d_gates is None else d_gates
+    if not window or where is None:
+        choose_backward(d_gates, scores, mask, how, indices, gates, state, where, into)
         return
     if is_fake(scores):
         return
     parts, real = windows(scores, mask, window)
     whole = parts.numel() == into.numel()
     ds = choose_backward(
-        d_gates.reshape(indices.shape), parts, real, how, indices, gates.reshape(indices.shape), state, None,
+        d_gates.reshape(where.shape), parts, real, how, where, gates.view(where.shape), state, None,
         into.view(parts.shape) if whole else None,
     )  # fmt: skip
     if not whole:

@@ -20,9 +20,9 @@ from onepass.core.launch import replayed
 
 from . import branch
 from .branch import add_chosen, begin_backward, steps, to, weight_gradient
-from .choice import Choice, choose, choose_backward
+from .choice import Choice
 from .node import fused
-from .norms import Chosen, norm_chosen, score_tokens, split_sums, through_norms
+from .tokens import backward, before_products, gates_gradient
 
 
 class Plan(NamedTuple):
@@ -33,9 +33,13 @@ class Plan(NamedTuple):
     explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
     explore_weight: float
     residual: bool  # return x + y, and take its gradient
-    eps: float  # of the norm of all tokens
-    heavy_eps: float  # of that of the chosen ones
+    eps: float  # of the norms
     score_eps: float
+
+    @property
+    def choices(self) -> tuple[tuple[Choice, int]]:
+        """As `tokens` asks for them."""
+        return ((self.choice, 0),)
 
 
 class Public(NamedTuple):
@@ -69,18 +73,6 @@ class Saved:
 
 
 @replayed
-def _before_products(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score, choose, norm the chosen tokens; copy the weights."""
-    y, tokens, scores, stats, *copies = score_tokens(x, vectors.view(-1), light_norm, mask, plan, *weights)
-    gates, indices, state, starts = choose(scores, mask, plan.choice)
-    chosen, chosen_stats = norm_chosen(x, indices, heavy_norm, plan.heavy_eps, plan.dtype)
-    return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
-
-
-@replayed
 def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
@@ -92,27 +84,6 @@ def _gelu_backward(
     if dh is not None:
         way.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
     return (way.total(partials) if partials is not None and (widths[0] or widths[2]) else None,)
-
-
-@replayed
-def _after_backward_products(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
-    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None,
-    chosen_stats: Tensor, plan: Plan, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
-    d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
-    need_heavy_norm: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx through all norms, the choice and the scores, and sums: light norm, vectors, heavy norm."""
-    if d_gates is not None:
-        ds = choose_backward(d_gates, scores, mask, plan.choice, indices, gates, state, starts)
-        d_scores = ds if d_scores is None else ds + d_scores
-    elif explore_grad is not None and d_scores is None:
-        d_scores = torch.zeros_like(scores)
-    lists: list[Chosen] = [(d_chosen, indices, heavy_norm, chosen_stats, need_heavy_norm)]
-    return through_norms(
-        x, light_norm, vectors.view(-1), mask, stats, scores, d_normed, d_scores, lists, explore_grad,
-        plan.explore_stride, residual, need_x, need_sums,
-    )  # fmt: skip
 
 
 @lru_cache(256)
@@ -129,8 +100,8 @@ def forward(
 ) -> tuple[Public, Saved]:  # fmt: skip
     """Return the results, and what backward needs."""
     weights: Any = up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias
-    y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
-        x, vectors, light_norm, heavy_norm, mask, plan, *weights
+    y, tokens, scores, stats, gates, indices, state, starts, _, chosen, chosen_stats, *copies = before_products(
+        x, vectors, light_norm, mask, plan, heavy_norm, *weights
     )
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = copies or weights
     u = F.linear(tokens, up, up_bias)
@@ -218,19 +189,12 @@ def backward_tokens(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, vectors and both norms: through the norms, the choice and the scores."""
     need_x, need_v, need_light_norm, need_heavy_norm, *_ = needs
-    need_light_norm = need_light_norm and d_normed is not None
-    need_heavy_norm = need_heavy_norm and d_chosen is not None
-    need_gates = need_x or need_v
-    if g_gates is not None and need_gates:
-        d_gates = g_gates if d_gates is None else d_gates + g_gates
-    dx, sums = _after_backward_products(
-        x, vectors, light_norm, heavy_norm, mask, indices, gates, scores, stats, state, starts, chosen_stats, plan,
-        d_normed, d_chosen, d_gates, g_scores if need_gates else None, d_explore,
-        None if residual is None else residual.contiguous(), need_x, need_v or need_light_norm, need_heavy_norm,
+    need = need_x, need_v, need_light_norm and d_normed is not None
+    return backward(
+        plan, need, x, vectors, light_norm, mask, scores, stats, d_normed, g_scores, d_explore, residual,
+        d_chosen, gates_gradient(need, d_gates, g_gates), heavy_norm, need_heavy_norm and d_chosen is not None,
+        chosen_stats, gates, indices, state, starts,
     )  # fmt: skip
-    norms, needed = (light_norm, heavy_norm), (need_light_norm, need_heavy_norm)
-    (d_vectors,), d_norms = split_sums(sums, vectors, need_v, norms, needed)
-    return dx, d_vectors, *d_norms
 
 
 def _multiplications(plan: Plan, x: Any, up: Any, *rest: Any) -> int:

@@ -268,9 +268,6 @@ class RoutedAttention(Layer):
             return None
         if "null" in self.__dict__ or self.__dict__["_buffers"]:
             return None
-        # the fused node has one eps
-        if len({m.eps for m in parts if type(m) is RMSNorm}) > 1:
-            return None
         if [m for m in parts if m._parameters.get("bias") is not None]:
             return None
         weights = [w for m in (self, *parts) for w in m._parameters.values() if w is not None]

@@ -122,8 +122,9 @@ def as_written(parts: Sequence[nn.Module], kinds: list[type] | None) -> bool:
     """Return whether modules are of these classes, and a call of them runs only what `fused` computes."""
     if [*map(type, parts)] != kinds or not has_no_overrides(*parts):
         return False
-    # fused nodes multiply by the norms' weights alone
-    return not [m for m in parts if type(m) is RMSNorm and (m.offset or m.rounding != "once")]
+    # fused nodes multiply by the norms' weights alone, and have one eps
+    norms = [m for m in parts if type(m) is RMSNorm]
+    return len({m.eps for m in norms}) == 1 and not [m for m in norms if m.offset or m.rounding != "once"]
 
 
 def has_no_overrides(*modules: nn.Module) -> bool:

@@ -229,7 +229,7 @@ class RoutedFeedForward(Routed):
         check_mask("Router", x, mask)
         plan = Plan(
             dtype, router.choice(self.k, n), router.explore_stride(self.k, n), router.explore, residual,
-            norm.eps_for(x), heavy_norm.eps_for(x), NORM_EPS,
+            norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
         vectors = (m._parameters["weight"] for m in (router, norm, heavy_norm))
         linear = [m._parameters[name] for m in (up, down, heavy_up, heavy_down) for name in ("weight", "bias")]

@@ -1,0 +1,143 @@
+"""What routed layers do to tokens before and after their products: norms, scores and choices, and the way back.
+
+A plan has the `dtype` of the branches, `eps` of the norms and `score_eps`, `residual`, `explore_stride`, and `choices`:
+how each router chooses, and of windows of how many tokens (0: of the whole sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import replayed
+from onepass.ops.routing.op import add_rows
+
+from . import branch
+from .choice import choose_within, choose_within_backward
+from .norms import way
+
+# what `backward` takes of each choice: gradients of its normed rows and its gates, its norm, whether that learns,
+# statistics, and what `choose_within` returns, but for what queries see
+FIELDS = 9
+
+
+def gates_gradient(needs: Sequence[bool], own: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """Return the sum of the gradients of gates, of the layer's own and of those that came in, where it is needed."""
+    if not (needs[0] or needs[1]):
+        return None
+    return given if own is None else own if given is None else own + given
+
+
+@replayed
+def before_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, mask: Tensor | None, plan: Any, *rest: Tensor | None
+) -> tuple[Any, ...]:
+    """Norm and score all tokens, choose, norm the chosen tokens, copy the weights.
+
+    `rest` are the norms of chosen tokens, one for each choice, then the weights. Return memory for y, None for a
+    residual; the normed tokens as rows; the scores, (batch, n) or (routers, batch, n); statistics. Then what
+    `choose_within` returns of each choice; then the normed rows of each, and their statistics. Then copies of the
+    weights in the branches' dtype; there are none if all have it.
+    """
+    batch, n, d = x.shape
+    n_choices = len(plan.choices)
+    vectors = vectors.view(-1) if n_choices == 1 else vectors
+    normed, scores, stats = way(x, light_norm, vectors).forward(
+        x, None, mask, light_norm, vectors, plan.eps, plan.score_eps, plan.dtype
+    )
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    choices: list[Any] = []
+    for (how, window), of_router in zip(plan.choices, scores.view(n_choices, batch, n), strict=True):
+        # the keys of windows are for queries, which the first router chose
+        choices += choose_within(of_router, mask, how, window, choices[1] if window else None)
+    chosen: list[Any] = []
+    for norm, at in zip(rest[:n_choices], choices[1::5], strict=True):
+        rows, _, of_rows = way(x, norm, None).forward(x, at, None, norm, None, plan.eps, 0.0, plan.dtype)
+        chosen += rows.view(-1, d), of_rows
+    weights = rest[n_choices:]
+    other = any(w is not None and w.dtype != plan.dtype for w in weights)
+    return y, normed.view(-1, d), scores, stats, *choices, *chosen, *(branch.cast(weights, plan.dtype) if other else ())
+
+
+@replayed
+def _backward(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, mask: Tensor | None, scores: Tensor, stats: Tensor,
+    plan: Any, d_normed: Tensor | None, d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None,
+    need_x: bool, need_sums: bool, *fields: Any,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx through all norms, choices and scores, and the sums of gradients of norms and vectors.
+
+    With `need_sums` these begin with the light norm and, if the scores have a gradient, the vectors; then come the
+    norms of chosen tokens that learn.
+    """
+    (batch, n, d), lists = x.shape, [fields[i : i + FIELDS] for i in range(0, len(fields), FIELDS)]
+    tokens = batch * n
+    if any(d_gates is not None for _, d_gates, *_ in lists):
+        ds = torch.empty_like(scores)
+        of_routers = (t.view(len(lists), batch, n) for t in (scores, ds))
+        for (how, window), (_, d_gates, _, _, _, *choice), *of_router in zip(
+            plan.choices, lists, *of_routers, strict=True
+        ):
+            choose_within_backward(d_gates, mask, how, window, *choice, *of_router)
+        d_scores = ds if d_scores is None else ds + d_scores
+    vectors = None if d_scores is None else vectors  # type: ignore[assignment]
+    norm = way(x, light_norm, vectors)
+    begin = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
+    partials, width = None, begin + d * sum(learns for _, _, _, learns, *_ in lists)
+    if width:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        partials = torch.empty((norm.programs(x, tokens), width), dtype=dtype, device=x.device)
+    updates = []
+    for d_rows, _, of_list, learns, of_rows, _, indices, *_ in lists:
+        if d_rows is not None:
+            into = partials[:, begin:] if learns and partials is not None else None
+            (update,) = way(x, of_list, None).backward(
+                d_rows.view(*indices.shape, d), x, indices, None, of_list, None, of_rows, None, None, None, 1, need_x,
+                into, None,
+            )  # fmt: skip
+            updates.append((update, indices))
+            begin += d if learns else 0
+    dx = None
+    if need_x or need_sums:
+        (dx,) = norm.backward(
+            torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None, mask, light_norm, vectors,
+            stats, None if vectors is None else scores, None if d_scores is None else d_scores.contiguous(),
+            explore_grad, max(1, plan.explore_stride), need_x, partials if need_sums else None, residual,
+        )  # fmt: skip
+    if dx is not None:
+        # in place, as the node alone holds dx; one after the other, as a token may be in several lists
+        for update, indices in updates:
+            if update is not None:
+                add_rows(dx.view(tokens, d), update, None, indices)
+    return dx, None if partials is None else branch.steps(partials).total(partials)
+
+
+def backward(
+    plan: Any, needs: Sequence[bool], x: Tensor, vectors: Tensor, light_norm: Tensor | None, mask: Tensor | None,
+    scores: Tensor, stats: Tensor, d_normed: Tensor | None, g_scores: Tensor | None, explore_grad: Tensor | None,
+    residual: Tensor | None, *fields: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, of the vectors, (1, d) each, and of the norms: through norms, choices and scores.
+
+    `needs` are of x, of all vectors and of the light norm; FIELDS of each choice follow.
+    """
+    (need_x, need_vectors, need_light), (n, d) = needs, vectors.shape
+    dx, sums = _backward(
+        x, vectors, light_norm, mask, scores, stats, plan, d_normed, g_scores if need_x or need_vectors else None,
+        explore_grad, None if residual is None else residual.contiguous(), need_x, need_vectors or need_light, *fields,
+    )  # fmt: skip
+    if sums is None:
+        return dx, *(None,) * (n + 1 + len(fields) // FIELDS)
+    totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
+    of_norms = [
+        branch.to(totals.pop(), fields[i + 2].dtype) if fields[i + 3] else None
+        for i in range(len(fields) - FIELDS, -1, -FIELDS)
+    ]
+    of_norms.append(branch.to(totals[0], light_norm.dtype) if need_light and light_norm is not None else None)
+    if need_vectors and len(totals) > 1:
+        return dx, *[branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]], *of_norms[::-1]
+    return dx, *(None,) * n, *of_norms[::-1]
