@@ -36,8 +36,7 @@ def by_case(found: Iterable[Record]) -> list[dict[str, Record]]:
     return [*cells.values()]
 
 
-def of_llama() -> list[Record]:
-    return [r for r in records("h200/lion.json")[1:] if r["case"].get("model") == "llama-1b"]
+LLAMA = [r for r in records("h200/lion.json")[1:] if r["case"].get("model") == "llama-1b"]
 
 
 def swapped() -> Iterable[str]:
@@ -63,6 +62,7 @@ def selection() -> Iterable[str]:
     yield f"{made(record)}, torch {record['torch'].partition('+')[0][:4]}, in CUDA graphs with a cold L2"
     few = [row for row in rows if row["k"] <= 64]
     ratios = [row["torch.topk"] / row["onepass"] for row in few]
+    yield f"From {min(row['rows'] for row in few)} rows on"
     yield f"`torch.topk` takes {min(ratios):.0f} to {max(ratios):.0f} times our time"
     ratios = [fastest(row) / row["onepass"] for row in few]
     yield f"takes {min(ratios):.1f} to {max(ratios):.1f} times"
@@ -73,7 +73,7 @@ def selection() -> Iterable[str]:
         told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in found)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
     less = [100 - 100 * ours / theirs for recipe, (theirs, ours) in recipes().items() if "TopK" in recipe]
-    yield f"take {min(less):.0f} to {max(less):.0f} % less time ({made(records('h200/raw/recipes.json'))})"
+    yield f"take {min(less):.0f} to {max(less):.0f} % less time ({made(records('h200/raw/recipes.json'))};"
     many = cells[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer no order"]
     told = f"{many['onepass by index']:.0f} µs, `torch.topk` {many['torch.topk unsorted']:.0f}"
@@ -104,7 +104,7 @@ def kept(r: Record) -> int:
 
 def llama_step(impl: str, dtype: str, low: str = "none") -> tuple[float, int]:
     """Milliseconds, and bytes a weight."""
-    plain = [r for r in of_llama() if r["impl"] == impl and len(r["case"]) == 4]
+    plain = [r for r in LLAMA if r["impl"] == impl and len(r["case"]) == 4]
     (r,) = (r for r in plain if (r["dtype"], r["case"]["low_precision"]) == (dtype, low))
     return r["us"] / 1e3, kept(r)
 
@@ -123,7 +123,7 @@ def lion() -> Iterable[str]:
     default, without = ("bf16, its default remainder", "bfloat16", "remainder"), ("bf16 without", "bfloat16", "none")
     for what, dtype, low in (("fp32", "float32", "none"), default, without):
         ours, adamw = llama_step("onepass", dtype, low), llama_step("torch AdamW fused", dtype)
-        same = [r for r in of_llama() if r["impl"] != "onepass" and (r["dtype"], kept(r)) == (dtype, ours[1])]
+        same = [r for r in LLAMA if r["impl"] != "onepass" and (r["dtype"], kept(r)) == (dtype, ours[1])]
         best = min(same, key=lambda r: r["us"])
         other = f"{names.get(best['impl'], best['impl'])}: {best['us'] / 1e3:.2f} ms"
         yield "| {} | {:.2f} ms, {} bytes | {} | {:.2f} ms, {} bytes |".format(what, *ours, other, *adamw)
