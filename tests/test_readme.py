@@ -152,28 +152,38 @@ def experts() -> Iterable[str]:
 def budgets() -> dict[str, str]:
     """Bits, means over seeds, of families' best models, by family, seconds and what sets a model apart."""
     found: dict[str, list[Any]] = {}
-    for run, record in runs.load(ROOT / "benchmarks/results/h200/budget"):
-        apart = [name for name in ("n", "width", "chosen", "grams") if getattr(run, name) != getattr(runs.Run, name)]
-        found.setdefault("".join([f"{run.family}{run.seconds:.0f}", *apart]), []).append((run, record))
+    for folder, text in (("budget", ""), ("budget_long", "long")):
+        for run, record in runs.load(ROOT / "benchmarks/results/h200" / folder):
+            apart = [name for name in ("task", "n", "chosen", "grams") if getattr(run, name) != getattr(runs.Run, name)]
+            name = "".join([f"{run.family}{run.seconds:.0f}", *apart, f"d{run.width}" * (run.width != 256), text])
+            found.setdefault(name, []).append((run, record))
     best = {name: next(iter(of.values())) for name, pairs in found.items() for of in runs.best(pairs).values()}
     return {name: f"{fmean(record['bits'] for _, record in seeds):.3f}" for name, seeds in best.items()}
 
 
 def budget() -> Iterable[str]:
-    told = "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, "
-    later = "; after 200 s {experts200} and {global200} (two seeds); after 600 s {experts600} and {global600}, but "
-    yield (told + "routed blocks {routed60}" + later + "{global600width} at d 512 without").format(**budgets())
+    for told in (
+        "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
+        "blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s on a longer text "
+        "{experts600d512long} and {global600d512long} (d 512)",
+        "dense blocks lead: {dense60task}, experts {experts60task}, without {global60task}",
+    ):
+        yield told.format(**budgets())
 
 
 def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
     page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
     for told in (
-        "**{experts60}** | **{experts200}** | {experts600} |",
-        "{global60} | {global200} | {global600} | | d 512, 6 blocks, without | 8.1 | 2053 | | | **{global600width}** |",
+        "**{experts60}** | **{experts200}** | {experts600long} |", "{experts200d384} | {experts600d384long} |",
+        "{experts200d512} | **{experts600d512long}** |", "{global60} | {global200} | |",
+        "{global200d384} | |", "{global200d512} | {global600d512long} |",
+        "d 256 with experts reached {experts600}, without {global600}, d 512 without {global600d512}.",
         "dense blocks reach {dense60}, windows alone {windows60}, routed blocks {routed60}.",
         "{global60grams} without experts, {experts60grams} with",
-        "{experts60n} with experts ({experts200n} after 200 s), {global60n} without, {global60nchosen} where",
-    ):
+        "dense {dense60task}, experts {experts60task}, without {global60task}.",
+        "windows of 512 alone {windows60n}, windows of 256 and one global block {global60n} ({global60nchosen} where",
+        "with experts {experts60n} ({experts200n} after 200 s), dense {dense60n}.",
+    ):  # fmt: skip
         assert told.format(**budgets()) in page
 
 
