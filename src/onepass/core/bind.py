@@ -22,11 +22,10 @@ from torch.library import register_autograd, register_vmap
 
 from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
+from .register import flat
 from .sharding import PARTIAL, rules
 
 Outputs = Tensor | tuple[Tensor | None, ...]
-
-_backwards: set[Any] = set()
 
 
 def _at_once(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Any:
@@ -81,11 +80,7 @@ def _vmap_rule(op: Any, rows: bool) -> Callable[..., Any]:
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that hands on the items of its tuples and lists: a registered operator takes each by itself."""
-
-    def run(*args: Any) -> Any:
-        return function(*(item for a in args for item in (a if isinstance(a, (tuple, list)) else (a,))))
-
-    return run
+    return lambda *args: function(*flat(args))
 
 
 def bind(
@@ -217,11 +212,8 @@ def bind(
 
     register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), setup_context=save)
     register_vmap(forward_op, _vmap_rule(forward_op, rows))
-    # two forwards may share a backward
-    if backward_op not in _backwards:
-        _backwards.add(backward_op)
-        register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
-        register_vmap(backward_op, _vmap_rule(backward_op, rows))
+    register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
+    register_vmap(backward_op, _vmap_rule(backward_op, rows))
 
     @outside_autocast
     def through_dispatcher(*args: Any) -> Any:

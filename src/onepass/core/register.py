@@ -40,8 +40,8 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def flat(value: Any) -> list[Any]:
-    """Return the items of a tuple, and those of one inside, one after the other; another value by itself."""
-    return [one for item in value for one in flat(item)] if isinstance(value, tuple) else [value]
+    """Return the items of a tuple or list, and those of one inside, one after the other; another value by itself."""
+    return [one for item in value for one in flat(item)] if isinstance(value, (tuple, list)) else [value]
 
 
 def gathered(kind: Any, items: Iterator[Any]) -> Any:

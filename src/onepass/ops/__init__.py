@@ -1,1 +1,1 @@
-"""One folder per operator: README, reference, kernels, op, spec."""
+"""One folder per operator: README, definition, kernels, op, spec."""

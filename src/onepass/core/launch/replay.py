@@ -153,7 +153,7 @@ def _code(program: str) -> CodeType:
 
 
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
-    """Generate a program from the record; it takes less host time than a loop over the record (README.md)."""
+    """Generate a program from the record; it takes less host time than a loop over the record."""
     device, n_args, launches = recorder.device, recorder.n_args, recorder.launches
     places = {place[0] for _, _, tensors, _ in launches for place in tensors if place is not None}
     inputs = sorted(place for place in places if place < n_args)

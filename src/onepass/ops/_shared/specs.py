@@ -36,11 +36,6 @@ def some_mask(like: Tensor, *shape: int) -> Tensor:
     return out.to(like.device)
 
 
-def tensors(*shape: int) -> Tensor:
-    """Return random numbers, the same each time."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
-
-
 def arguments_refused(name: str, call: Callable[..., Any]) -> Iterator[BadCall]:
     """Yield the bad calls of all three operators; `call` takes (scores, k, mask)."""
     ones = torch.ones(2, 3)

@@ -46,14 +46,12 @@ def forward_ways(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest
 
 
 def backward_ways(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw, db and dx again."""
-    x_dtype, need_x, need_z, need_w, need_b = rest[-5:]
-    copied = need_x and x_dtype != getattr(x, "tensor_meta", x).dtype
+    """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw and db."""
+    need_x, need_z, need_w, need_b = rest[-4:]
     ways: list[Way] = []
     for d in row_dims(x):
         w, b = beside(weight, x.ndim, d), beside(bias, x.ndim, d)
-        rows = gradient(d, need_x), gradient(d, need_z), gradient(d, copied)
-        results = (*rows[:2], gradient(w, need_w), gradient(b, need_b), rows[2])
+        results = gradient(d, need_x), gradient(d, need_z), gradient(w, need_w), gradient(b, need_b)
         ways.append((results, (d, d, d, d, d + 1, w, b)))
     return ways
 
@@ -153,7 +151,7 @@ def _forward(
         codes, scales = definition.to_e4m3(y, 128 if o.quantize == 2 else x.shape[-1])  # type: ignore[arg-type]
         return None, s, codes.view(torch.uint8), scales, stats
     s = x if residual is None else torch.add(x, residual).contiguous()
-    # the definition's backward needs no statistics
+    # what the definition gives back needs no statistics, a team of wide rows that were rounded twice does
     stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(s))
 
     def by_kernels(f: Tensor, *_: Any) -> Any:
@@ -193,19 +191,16 @@ def _backward(
     return *definition.backward(dy, ds, x, gate, weight, bias, o, need), None  # type: ignore[return-value]
 
 
-def _backward_all(
+def _four_gradients(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, options: Options, x_dtype: torch.dtype, needs: Needs,
-) -> Results:  # fmt: skip
-    dx, dz, dw, db, copy = _backward(dy, ds, x, gate, stats, weight, bias, options, x_dtype, needs)
-    # an operator has the same results for every width: a copy of dx that no kernel has written is made here
-    if copy is None and dx is not None and x_dtype != x.dtype:
-        copy = dx.to(x_dtype)
-    return dx, dz, dw, db, copy
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dx, dz, dw and db: a second dx is what kernels of some widths alone write, so no result of an operator."""
+    return _backward(dy, ds, x, gate, stats, weight, bias, options, x.dtype, needs)[:4]
 
 
 forward_op = register("norm", _forward, forward_ways)
-backward_op = register("norm_backward", _backward_all, backward_ways)
+backward_op = register("norm_backward", _four_gradients, backward_ways, results=4)
 
 
 @register_fake(forward_op)
@@ -217,10 +212,9 @@ def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
 
 @register_fake(backward_op)
 def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    gate, _, weight, bias, *_, x_dtype, need_x, need_z, need_w, need_b = rest
-    wanted = zip((x, gate, weight, bias), (need_x, need_z, need_w, need_b), strict=True)
-    grads = (None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
-    return *grads, x.new_empty(x.shape, dtype=x_dtype) if need_x and x_dtype != x.dtype else None
+    gate, _, weight, bias, *_ = rest
+    wanted = zip((x, gate, weight, bias), rest[-4:], strict=True)
+    return tuple(None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
 
 
 def _public(results: Results) -> Any:
@@ -252,8 +246,8 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, 
     if dy is not None and not ctx.options[-1]:
         s, gate, stats, weight, bias = ctx.saved_tensors
         needs = need_x or need_r, need_z, need_w, need_b
-        ds, dz, dw, db, copy = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
-        dx = copy if needs[0] and x_dtype != s.dtype else None
+        ds, dz, dw, db, *second = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
+        dx = second[0] if second else None
     # x and residual have the same gradient: one tensor for both, as torch.add returns
     if ds is not None:
         if need_x and dx is None:
