@@ -76,17 +76,6 @@ def test_every_fault_of_the_soak_once(tmp_path: Path) -> None:
     assert found["equal_bit_for_bit"]["tensors"] > 0
 
 
-@slow
-def test_mistakes_of_ab_are_one_line() -> None:
-    for args, told in (
-        ([ROOT, "no-such-thing"], "neither a copy of the repository nor a git revision"),
-        ([ROOT, ROOT, "--", "no_such_op"], "unknown operator"),
-    ):
-        said = run("benchmarks/ab.py", *args, code=1).stderr
-        assert told in said
-        assert "Traceback" not in said
-
-
 DECLARED = all_cases()
 
 

@@ -86,29 +86,17 @@ def test_the_operator_is_the_eager_node_bit_for_bit(
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("wanted", ["gates", "scores", "no heavy", "no light", "no router", "no x"])
+@pytest.mark.parametrize("wanted", ["gates", "scores"])
 @layers
-def test_only_the_gradients_that_are_wanted(device: str, causal: bool, name: str, wanted: str) -> None:
-    layer, x = _layer(name, device, causal), _tokens(device)
-    frozen = wanted.removeprefix("no ")
-    if frozen == "x":
-        x = x.detach()
-    for where, p in layer.named_parameters():
-        p.requires_grad_(not where.startswith(frozen))
-    if wanted in ("gates", "scores"):
-        layer.requires_grad_(False)
-        for where, p in layer.named_parameters():
-            p.requires_grad_("router" in where)
-    leaves = [t for t in (x, *layer.parameters()) if t.requires_grad]
-    found = []
+def test_gradients_of_choices_without_one_of_y(device: str, causal: bool, name: str, wanted: str) -> None:
+    layer, x, found = _layer(name, device, causal), _tokens(device), []
+    leaves = [x, *(p for where, p in layer.named_parameters() if "router" in where)]
     for way in (contextlib.nullcontext, _operators):
         with way():
-            y, routing = layer(x, return_routing=True)
-        choices = routing if name == "attention" else [routing]
-        parts = [y] if wanted.startswith("no ") else [getattr(choice, wanted) for choice in choices]
+            routing = layer(x, return_routing=True)[1]
+        parts = [getattr(choice, wanted) for choice in (routing if name == "attention" else [routing])]
         found.append(torch.autograd.grad(sum(t.square().sum() for t in parts), leaves))
-    for a, e in zip(*found, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=0)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def each_is_as_alone(
                 continue  # the choices of experts are rows of tokens
             chosen, there = a.indices[i] >= 0, b.indices[0] >= 0
             assert torch.equal(a.indices[i][chosen], b.indices[0][there])
+            assert not a.gates[i][~chosen].any()
             torch.testing.assert_close(a.gates[i][chosen], b.gates[0][there], rtol=1e-10, atol=1e-10)
     found = [
         torch.autograd.grad([*r], [*rows, *layer.parameters()], upstream, allow_unused=True, materialize_grads=True)

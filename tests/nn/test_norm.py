@@ -34,13 +34,8 @@ def test_norms_are_torchs(name: str, shape: Any, options: dict[str, Any], dtype:
     assert repr(ours) == repr(theirs)
     _shuffle(theirs)
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(4, 2, 3, 8).to(dtype).requires_grad_()
+    x = torch.randn(4, 2, 3, 8).to(dtype)
     torch.testing.assert_close(ours(x), theirs(x))
-    if dtype != torch.bfloat16:
-        for p in (ours, theirs):
-            p(x).square().sum().backward()
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_rounding_twice_is_llamas() -> None:
@@ -66,15 +61,9 @@ def test_an_offset_may_be_an_int() -> None:
 
 @pytest.mark.parametrize("vectors", [None, 1, 5])
 def test_it_is_a_linear_layer_without_bias(vectors: int | None) -> None:
-    layer = WeightedSum(24, vectors)
-    x = torch.randn(2, 7, 24)
-    y = layer(x)
-    assert y.shape == ((2, 7) if vectors is None else (2, 7, vectors))
-    expected = F.linear(x, layer.weight.view(-1, 24))
-    torch.testing.assert_close(y.view(2, 7, -1), expected)
-    y.sum().backward()
-    assert layer.weight.grad is not None
-    torch.testing.assert_close(layer.weight.grad.view(-1, 24)[0], x.sum((0, 1)))
+    layer, x = WeightedSum(24, vectors), torch.randn(2, 7, 24)
+    expected = F.linear(x, layer.weight.view(-1, 24)).view((2, 7) if vectors is None else (2, 7, vectors))
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_weights_start_as_those_of_a_linear_layer() -> None:

@@ -1,15 +1,17 @@
-"""`Routed` and `RoutedFeedForward`: the sum of two branches, as one autograd node and as the modules it consists of."""
+"""`Routed`, `RoutedFeedForward` and `RoutedBlock`: sums of branches, as autograd nodes and as modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nn.layers import first, tokens, watched
+from harness import waiting_is_an_error
+from nn.layers import first, outputs, tokens, watched
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
 
 DIM = 24
@@ -90,21 +92,6 @@ def test_what_the_node_does_not_do_is_left_to_the_modules(change: Callable[[Rout
     assert torch.equal(layer(x), y)
 
 
-def test_several_layers_over_one_input() -> None:
-    """The gradient of x has other sources: nothing may be added to theirs in place."""
-    a, b = RoutedFeedForward(DIM, 3).double(), RoutedFeedForward(DIM, 5).double()
-    x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
-
-    def run() -> tuple[Tensor, ...]:
-        y = x + a(x) + b(x)
-        return torch.autograd.grad((y + b(y)).square().sum(), [x, *a.parameters(), *b.parameters()])
-
-    ours = run()
-    for layer in (a, b):
-        watched(layer)
-    torch.testing.assert_close(ours, run())
-
-
 class Constant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -150,3 +137,78 @@ def test_a_router_is_any_module_with_its_call() -> None:
     y, light = layer(x), layer.light(x)
     torch.testing.assert_close(y[:, :4], light[:, :4] + layer.heavy(x[:, :4]))
     torch.testing.assert_close(y[:, 4:], light[:, 4:])
+
+
+WINDOW = 8
+
+
+def _block(causal: bool = False, k: float = 1 / 4, **kwargs: Any) -> RoutedBlock:
+    torch.manual_seed(2)
+    return RoutedBlock(DIM, k, heads=2, dim_head=6, window=WINDOW, causal=causal, **kwargs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_each_half_is_added_to_the_residual_stream(causal: bool, masked: bool, autocast: bool) -> None:
+    """Inside the halves' nodes; a hook on a half sees its own output."""
+    block, x = _block(causal), tokens(40, 3, DIM).transpose(0, 1).requires_grad_()
+    mask = first(40, 40, 20, 0) if masked else None
+    found, seen, limit = [], [], 2e-2 if autocast else 1e-5
+    for hooked in (False, True):
+        if hooked:
+            for half in (block.attention, block.feed_forward):
+                half.register_forward_hook(lambda _, __, y: seen.append(y))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y, routing = block(x, mask, return_routing=True)
+        loss = (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + routing.attention.q.gates.sum()
+        found.append([y, *torch.autograd.grad(loss, [x, *block.parameters()])])
+    (h, attention), (f, feed_forward) = seen
+    assert torch.equal(y, x + h + f)
+    for a, b in zip(outputs(routing), outputs((attention, feed_forward)), strict=True):
+        assert torch.equal(a.indices, b.indices)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        scale = float(theirs.detach().abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit * max(scale, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"k": 1 / 16}, (1 / 16, 1 / 16, 1 / 8)),
+        ({"k": 0.75}, (0.75, 0.75, 1.0)),
+        ({"k": 6}, (6, 6, 12)),
+        ({"k": 6, "k_q": 3, "k_kv": 5}, (6, 3, 5)),
+        ({"k": 0.5, "k_q": 3}, (0.5, 3, 1.0)),
+    ],
+)
+def test_how_many_each_half_chooses(kwargs: dict[str, Any], expected: tuple[float, ...]) -> None:
+    block = _block(**kwargs)
+    assert (block.feed_forward.k, block.attention.k_q, block.attention.k_kv) == expected
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("n", [16, 20, 3])
+def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: int, hooked: bool) -> None:
+    """Keys of each window are its own. Others of its eight are in `test_router.py`, which says where the rest is."""
+    layer, x, mask = _block(True).attention, tokens(3, n, DIM), first(n, n, n // 2, 0)
+    if hooked:
+        watched(layer)
+    kv = layer(x, mask, return_routing=True)[1].kv
+    at, gates = (t.view(3, -(-n // WINDOW), -1) for t in (kv.indices, kv.gates))
+    for window, start in enumerate(range(0, n, WINDOW)):
+        alone = layer.router_kv(x[:, start : start + WINDOW], layer.quota(n), mask[:, start : start + WINDOW])
+        there, chosen = alone.indices >= 0, at[:, window] >= 0
+        assert torch.equal(at[:, window][chosen], alone.indices[there] + start)
+        torch.testing.assert_close(gates[:, window][chosen], alone.gates[there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", [Router, CausalRouter])
+def test_no_synchronisation_with_the_host(router: type[Router]) -> None:
+    layer = RoutedFeedForward(96, 1 / 16, router=router(96)).cuda()
+    x, mask = tokens(3, 300, 96).cuda(), first(300, 10, 0, 300).cuda()
+    layer(x, mask).sum().backward()
+    with waiting_is_an_error():
+        layer(x, mask).sum().backward()

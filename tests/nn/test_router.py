@@ -67,22 +67,6 @@ def test_straight_through_gates_are_one_with_the_gradient_of_the_soft_ones() -> 
     assert a.abs().max() > 0
 
 
-def test_fewer_real_tokens_than_k() -> None:
-    mask = torch.zeros(3, 10, dtype=torch.bool)
-    mask[0, [2, 7]] = True
-    mask[1, :8] = True
-    router = Router(DIM)
-    out = router(tokens(3, 10, DIM), 4, mask)
-    assert set(out.indices[0, :2].tolist()) == {2, 7}
-    assert out.indices[0, 2:].tolist() == [-1, -1]
-    assert out.gates[0].tolist() == [1, 1, 0, 0]
-    assert (out.indices[1] < 8).all()
-    assert (out.indices[2] == -1).all()
-    assert not out.gates[2].any()
-    (grad,) = torch.autograd.grad(out.gates[2].sum(), router.weight)
-    assert not grad.any()
-
-
 @pytest.mark.parametrize("routes", [1, 2])
 @pytest.mark.parametrize(
     ("batch", "n", "k", "chosen"), [(2, 3, 5, 3), (2, 3, 3, 3), (2, 5, 0, 0), (2, 0, 4, 0), (0, 5, 2, 2)]

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import lion_pytorch
 import lion_pytorch.cautious_lion
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from onepass.ops.lion.definition import Row, join, reference
 from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.lion import _lr_to_device
+from onepass.optim.options import cautious_factor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # worked on alone, gathered, and neither
@@ -413,3 +415,14 @@ def test_mixed_devices_and_dtypes(capturable: bool, foreach: bool | None) -> Non
     steps(optimizer, params, 1)
     for p in params:
         assert bool((p == 0.5).all())
+
+
+def test_bools_of_numpy_are_bools() -> None:
+    values = False, 1.0, 1, np.False_, True, 0.0, np.True_
+    assert [cautious_factor({"cautious": value}) for value in values] == [None, None, None, None, 0.0, 0.0, 0.0]
+
+
+def test_an_array_as_rate_meets_tensors_of_any_device() -> None:
+    p = torch.zeros(4, device="meta", requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    Lion([p], lr=np.array(0.125)).step()  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
-"""The kernels as the optimizer launches them, interpreted and on CUDA: every mode, every code, the norm, no dtype."""
+"""The kernels as the optimizer launches them, interpreted and on CUDA; what a step keeps of a launch for the next."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -133,3 +135,103 @@ def test_dtypes_that_no_kernel_has_take_the_torch_path() -> None:
         p.grad = torch.ones(3).to(dtype)
         Lion([p], lr=0.5).step()
         assert torch.equal(p.detach().to(torch.complex128), torch.full((3,), 0.5, dtype=torch.complex128))
+
+
+# of every launch: words, tensors, groups. CPU tensors stand for a GPU's, and nothing runs
+Tables = list[tuple[list[int], int, int]]
+
+
+def new(n: int = 64) -> Any:
+    p = torch.nn.Parameter(torch.randn(n))
+    p.grad = torch.randn(n)
+    return p
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """(words, tensors, groups) of every launch."""
+    pytest.importorskip("triton")
+    from onepass.ops.lion import kernels
+    from onepass.optim import step as steps
+
+    seen: Tables = []
+
+    def launch(of: Any, table: Tensor, n_groups: int, *_: Any) -> None:
+        seen.append((table.tolist(), len(of.sizes), n_groups))
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(steps, "uses_triton", lambda x: True)
+    return seen
+
+
+def test_what_a_matrix_left_in_another_shape_is_refused(tables: Tables) -> None:
+    """The start of a matrix has its address and strides; what its gradient has beyond isn't the launch's to touch."""
+    matrix = torch.nn.Parameter(torch.randn(6, 6))
+    optimizer = Lion([new(), matrix], lr=0.125)
+    for changes_gradient in (True, False):
+        matrix.grad = torch.randn(6, 6)
+        optimizer.step()
+        optimizer.step()
+        kept = len(tables)
+        changed = matrix.grad if changes_gradient else matrix
+        changed.data = changed.data[:3]
+        with pytest.raises(ValueError, match=r"shape \((3|6), 6\), its gradient \((6|3), 6\) and its exp_avg \(6, 6\)"):
+            optimizer.step()
+        assert len(tables) == kept
+
+
+def test_another_dtype_at_the_same_address_is_another_launch(tables: Tables) -> None:
+    matrix = torch.nn.Parameter(torch.randn(6, 6).bfloat16())
+    matrix.grad = torch.randn(6, 6).bfloat16()
+    optimizer = Lion([matrix], lr=0.125)
+    optimizer.step()
+    optimizer.step()
+    launched = len(tables)
+    matrix.data = matrix.data.view(torch.float16)
+    optimizer.step()
+    assert len(tables) == launched + 1
+
+
+def test_what_a_graph_copies_from_stays_when_the_launch_goes(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.ops.lion import table
+
+    optimizer = Lion([new(), new()])
+    optimizer.step()
+    sources: list[Any] = []
+    send = table.Launch._send
+
+    def noted(*args: Any) -> Tensor:
+        source = send(*args)
+        sources.append(weakref.ref(source.untyped_storage()))
+        return source
+
+    monkeypatch.setattr(table.Launch, "_send", noted)
+    monkeypatch.setattr(table, "_replayed", [])
+    monkeypatch.setattr(table, "_capturing", lambda device: True)
+    optimizer.step()
+    monkeypatch.setattr(table, "_capturing", lambda device: False)
+    optimizer.param_groups[0]["params"][0].grad = None
+    optimizer.step()
+    gc.collect()
+    assert [source() is not None for source in sources] == [True, False]
+
+
+def test_a_default_device_is_not_the_tables(tables: Tables) -> None:
+    optimizer = Lion([new(), new()])
+    with torch.device("meta"):
+        optimizer.step()
+    assert len(tables) == 1
+
+
+def test_an_unchanged_step_lays_out_no_numbers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.optim import step as steps
+
+    optimizer = Lion([{"params": [new()]} for _ in range(5)], lr=1e-3)
+    optimizer.step()
+    pack_rows, calls = steps.pack_rows, []
+    monkeypatch.setattr(steps, "pack_rows", lambda rows: calls.append(None) or pack_rows(rows))
+    optimizer.step()
+    assert not calls
+    optimizer.param_groups[4]["lr"] = 1e-2
+    optimizer.step()
+    assert len(calls) == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.nn.local_attention import neighbours
 from onepass.ops.span_attention.definition import reference
 from onepass.ops.span_attention.op import forward, rotary, span_attention
 
@@ -48,6 +49,41 @@ def test_tiles_seen_whole_in_part_and_not_at_all(n: int, m: int, spans: tuple[Te
     torch.testing.assert_close(y.double(), z, rtol=1e-5, atol=1e-5)
     for ours_, theirs in zip(ours, torch.autograd.grad(z, exact, dy.double()), strict=True):
         torch.testing.assert_close(ours_.double(), theirs, rtol=2e-5, atol=2e-5)
+
+
+# relative to the largest value: rounding of inputs, of the probabilities and of the result
+ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def _worst(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(((a.double() - e).abs().max() / e.abs().max()).item() for a, e in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [*((dtype, 64) for dtype in ERROR), *((torch.bfloat16, width) for width in (16, 40, 128)), (torch.float32, 40)],
+)
+@pytest.mark.parametrize("spans", ["windows", "masked windows", "causal windows", "masked causal windows", "prefixes"])
+def test_tiles_on_a_gpu(dtype: torch.dtype, width: int, spans: str) -> None:
+    """Prefixes have the shape of causal routing: each query sees the first few of one list of keys."""
+    n, m = (300, 530) if spans == "prefixes" else (700, 700)
+    q, k, v = (torch.randn(2, size, 3, width, device="cuda").to(dtype).requires_grad_() for size in (n, m, m))
+    last = torch.randint(0, m + 1, (2, n), device="cuda").sort(-1).values
+    first, mask = torch.zeros_like(last), None
+    if "masked" in spans:
+        mask = torch.rand(2, m, device="cuda") < 0.8
+        mask[1, m // 2 :] = False
+    if spans != "prefixes":
+        first, last = neighbours(n, 100, "causal" in spans, q.device)
+    y = span_attention(q, k, v, first, last, mask=mask)
+    dy = torch.randn_like(y)
+    ours = y, *torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+    assert all(map(torch.equal, ours[1:], torch.autograd.grad(y, (q, k, v), dy)))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    z = reference(*exact, first, last, mask=mask)
+    assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
 
 
 def _stepped(t: Tensor) -> Tensor:
