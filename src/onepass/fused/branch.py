@@ -91,14 +91,6 @@ def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor
     return tuple(None if t is None else t.to(dtype) for t in weights)
 
 
-def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
-    """Return a buffer for partials of sums over `rows` rows, `width` columns in all; None for no columns."""
-    if not width:
-        return None
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.empty((steps(like).programs(like, rows), width), dtype=dtype, device=like.device)
-
-
 add_chosen = replayed(add_rows)
 
 
@@ -127,8 +119,10 @@ def begin_backward(
     dy is None where it had that dtype. The partials have `widths` columns (0: not wanted) from `offsets` on: of the
     hidden and the output gradients, light, then heavy. Without hidden ones they are complete: their sums come back.
     """
-    d, way, copy = dy.shape[-1], steps(dy), None
-    partials = new_partials(dy, dy.numel() // d, sum(widths))
+    d, way, copy, partials = dy.shape[-1], steps(dy), None, None
+    if any(widths):
+        wide, rows = torch.promote_types(dy.dtype, torch.float32), way.programs(dy, dy.numel() // d)
+        partials = torch.empty((rows, sum(widths)), dtype=wide, device=dy.device)
     if partials is not None and widths[1]:
         # one pass over dy rounds it and sums its rows
         dtype = None if dy.dtype == plan.dtype else plan.dtype

@@ -145,6 +145,7 @@ def _choose(
     return light, heavy, gates
 
 
+# tokens, weight, bias or None
 Linear = tuple[Tensor, Tensor, Any]
 
 
@@ -187,9 +188,9 @@ def _keys(places: int, block_h: int) -> int:
     return max(16, min(next_power_of_2(places), 8192 // block_h))
 
 
-def _parts(x: float) -> tuple[float, float]:
+def _high_and_low(x: float) -> tuple[float, float]:
     high = float(torch.tensor(x, dtype=torch.float32))
     return high, x - high
 
 
-_LOG2_BASE = _parts(math.log2(BASE))
+_LOG2_BASE = _high_and_low(math.log2(BASE))

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.core.eager import plain
 from onepass.fused.feed_forward import Plan, routed_feed_forward
 from onepass.fused.norms import WIDEST
 from onepass.ops.routing.op import gather, scatter_add
@@ -50,11 +49,6 @@ class FeedForward(nn.Module):
         normed, *total = (self.norm(x),) if residual is None else self.norm(x, residual)
         y = self.down(F.gelu(self.up(normed)))
         return (y, *total) if total else y  # type: ignore[return-value]
-
-    def is_plain(self) -> bool:
-        """Return whether a call runs `forward` as written here and nothing else."""
-        kinds = [FeedForward, RMSNorm, nn.Linear, nn.Linear]
-        return as_written([self, *self._modules.values()], kinds)  # type: ignore[list-item]
 
 
 class Routed(Layer):
@@ -120,44 +114,35 @@ class Routed(Layer):
         """Compute module by module."""
         k = asked(self.router, self.k, x.shape[1])
         routing = self.router(x, k, mask)
-        y = self._light(x)
+        y = self._branch("light", x)
         if routing.indices.shape[-1] or not x.numel():
             # also of a batch without tokens: every weight has a gradient then, as on other processes of DDP
             # a missing token is gathered as zeros, and its output is not used
             chosen = gather(x, routing.indices).flatten(1, -2)
-            update = self.heavy(chosen)
-            self.same_shape("heavy", update, chosen.shape)
-            update = update.reshape(*routing.indices.shape, x.shape[-1])
-            # a linear layer's output is new and not needed in backward; other modules may return x, a hook may keep it
-            inplace = plain() and isinstance(self.light, FeedForward) and self.light.is_plain()
-            y = scatter_add(y, update, routing.gates, routing.indices, inplace=inplace)
-        return explore(y, x, self.router, k, mask).reshape(x.shape), routing
+            update = self._branch("heavy", chosen).reshape(*routing.indices.shape, x.shape[-1])
+            # not in place: a module may return x, a hook may keep what it saw
+            y = scatter_add(y, update, routing.gates, routing.indices)
+        return explore(y, x, self.router, k, mask), routing
 
     def step(self, x: Tensor, cache: ChoiceCache) -> tuple[Tensor, RouterOutput]:
         """Compute one more token (batch, 1, dim) of each sequence."""
         routing = self.router(x, self.k, cache=cache)
-        y = self._light(x).view(x.shape)
+        y = self._branch("light", x)
         # a CPU skips a branch that no token chose; on a GPU the host would wait longer than the branch takes
         if x.device.type != "cpu" or bool((routing.indices >= 0).any()):
-            update = self.heavy(x)
-            self.same_shape("heavy", update, x.shape)
+            update = self._branch("heavy", x)
             y = y + (update * routing.gates[..., None]).to(y.dtype)
         return y, routing
 
-    def _light(self, x: Tensor) -> Tensor:
-        """Return the light output; of a `FeedForward` as rows (batch·n, dim), which are no view and may be written."""
-        if isinstance(self.light, FeedForward):
-            return self.light(x.reshape(-1, x.shape[-1]))  # type: ignore[no-any-return]
-        y = self.light(x)
-        self.same_shape("light", y, x.shape)
-        return y  # type: ignore[no-any-return]
-
-    def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
-        """Raise ValueError unless a branch kept the shape of its tokens."""
-        if out.shape != shape:
+    def _branch(self, name: str, tokens: Tensor) -> Tensor:
+        """Return what a branch makes of tokens; raise ValueError unless it keeps their shape."""
+        y: Tensor = self._modules[name](tokens)  # type: ignore[misc]
+        if y.shape != tokens.shape:
             raise ValueError(
-                f"{type(self).__name__}: the {branch} branch must keep the shape {tuple(shape)}, got {tuple(out.shape)}"
+                f"{type(self).__name__}: the {name} branch must keep the shape {tuple(tokens.shape)}, "
+                f"got {tuple(y.shape)}"
             )
+        return y
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
