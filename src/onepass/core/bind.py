@@ -92,8 +92,7 @@ def bind(
     backward_op: Any,
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., tuple[Any, ...]],
-    n_public: int = 1,
-    public: Callable[[Any], Any] | None = None,
+    public: Callable[[Any], Any] = lambda outputs: outputs,
     inference: Callable[..., Any] | None = None,
     check: Callable[..., None] = lambda *args: None,
     replay: bool = False,
@@ -101,12 +100,12 @@ def bind(
     native: Callable[..., Any] | None = None,
     rows: bool = False,
 ) -> Callable[..., Any]:
-    """Return `call(*args)`, differentiable on every path, giving the first `n_public` outputs.
+    """Return `call(*args)`, differentiable on every path, giving the public outputs.
 
     Args:
         name: of the public function, for messages.
-        forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
-            `n_public` belong to the user and the rest are saved for backward.
+        forward: the kernels; positional arguments, returns a tensor or a tuple, of which some outputs belong to the
+            user and others are saved for backward.
         forward_op: the operator that `core.register` made of `forward`. Where `forward` or `backward` take a tuple of
             options or a list of tensors, the operator, and `save` from it, get each by itself.
         backward: the backward kernels. They return None or an empty tensor for a gradient that is not needed.
@@ -114,9 +113,7 @@ def bind(
         save: `save(ctx, inputs, output)` keeps what backward needs.
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
-        n_public: how many outputs the user sees.
-        public: `public(outputs)` → those that the user sees, where their number differs from call to call: each output
-            costs autograd 0.7 µs, even if it is None.
+        public: `public(outputs)` → those that the user sees; each costs autograd 0.7 µs, even if it is None.
         inference: `forward` that makes the public outputs alone, for plain eager calls without gradients.
         check: raises on bad arguments; a replayed call skips it.
         native: torch's own differentiable operator where it is as good: a plain eager call tries it first, and
@@ -142,13 +139,6 @@ def bind(
 
     forward, backward = prepared(checked(forward)), prepared(backward)
 
-    def first_outputs(out: Outputs) -> Any:
-        if isinstance(out, torch.Tensor):
-            return out
-        return out[0] if n_public == 1 else tuple(out[:n_public])
-
-    visible = public or first_outputs
-
     def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
@@ -169,7 +159,7 @@ def bind(
         def forward(ctx: Any, *args: Any) -> Any:
             out = forward(*args)
             save(ctx, args, out)
-            return visible(out)
+            return public(out)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -220,8 +210,8 @@ def bind(
         check(*args)
         # a Function raises on tangents; the op would silently drop them
         if torch._C._are_functorch_transforms_active() or forward_mode():
-            return visible(_flat(Func.apply)(*args))
-        return visible(call_forward_op(*args))
+            return public(_flat(Func.apply)(*args))
+        return public(call_forward_op(*args))
 
     infer = None if inference is None else prepared(checked(inference))
 
@@ -230,7 +220,7 @@ def bind(
             if forward_mode():
                 refuse_tangents(None)
             check(*args)
-            return visible(call_forward_op(*args))
+            return public(call_forward_op(*args))
         if not is_plain_eager_call(args):
             return through_dispatcher(*args)
         if native is not None and isinstance(args[0], Tensor):
@@ -241,6 +231,6 @@ def bind(
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
                     return eager(*args)
-        return visible(forward(*args)) if infer is None else infer(*args)
+        return public(forward(*args)) if infer is None else infer(*args)
 
     return call

@@ -41,7 +41,7 @@ def listed(items: Iterable[Any]) -> str:
 def operator(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], results: tuple[str, ...], *,
     fake: Callable[..., Any], ways: Rule, of: tuple[str, ...] = (), fake_back: Callable[..., Any] | None = None,
-    registered: str | None = None, check: Callable[..., None] = lambda *args: None,
+    registered: str | None = None, n_public: int = 1, check: Callable[..., None] = lambda *args: None,
     check_fake: Callable[..., None] | None = None, **bound: Any,
 ) -> tuple[Callable[..., Any], Any, Any]:  # fmt: skip
     """Return the operator of these functions: a differentiable call, and the two that it is registered as.
@@ -58,6 +58,7 @@ def operator(
         of: where backward has no `need_x`: the arguments whose gradients it always makes.
         fake_back: returns empty tensors like these gradients, where backward does not take all of the arguments.
         registered: the operator's name in `torch.ops`, by default that of the public function.
+        n_public: how many results the user sees, the first ones.
         check: raises on bad arguments, in eager calls and in the fake.
         check_fake: does so in the fake in its place.
         bound: further arguments of `core.bind`.
@@ -116,8 +117,14 @@ def operator(
         return found[0] if len(of) == 1 else tuple(found)
 
     register_fake(backward_op)(fake_back or like_arguments)
+
+    def public(outputs: Any) -> Any:
+        if len(results) == 1:
+            return outputs
+        return outputs[0] if n_public == 1 else tuple(outputs[:n_public])
+
     call = bind(
-        name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+        name=name, public=public, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
         save=names["save"], check=check, **{"gradients": names["gradients"], **bound},
     )  # fmt: skip
     return call, forward_op, backward_op
