@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from onepass.core.eager import plain
+from onepass.ops._shared.arguments import symbolic
 
 
 def neighbours(
@@ -44,29 +47,46 @@ _MOST = 64
 _CAPTURED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def kept(
-    key: tuple[Any, ...], device: torch.device, make: Callable[[torch.device], tuple[Any, ...]]
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return what `make` makes on a device, on `device`: from an earlier call with this key, which names the device."""
+def kept(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return what `make` makes of these sizes on a device, on this one: from an earlier call where there was one."""
+    key = make, sizes, device
     value = _KEPT.get(key) or _CAPTURED.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if value is not None:
-            # 19 launches fewer in the graph of each attention
-            _CAPTURED[key] = value
-            return value
-        # a captured graph owns the memory allocated in it: don't keep these
-        return make(device)
+        # 19 launches fewer in the graph of each attention; a graph owns what it allocates itself: don't keep that
+        return make(*sizes, device) if value is None else _CAPTURED.setdefault(key, value)
     if value is None:
         # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
         # mode, because autograd can't save tensors made in it
         with torch.inference_mode(False):
-            value = tuple(t.to(device) for t in make(torch.device("cpu")))
+            value = tuple(t.to(device) for t in make(*sizes, torch.device("cpu")))
         if len(_KEPT) >= _MOST:
             _KEPT.pop(next(iter(_KEPT)), None)
         _KEPT[key] = value
     return value
 
 
+def _held(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device: torch.device, i: int) -> Tensor:
+    # the compiler runs this, and its program holds the result. The shape of a tensor that is no parameter may be taken
+    # for a symbol, where an earlier program's was another
+    return nn.Parameter(kept(make, sizes, device)[i], requires_grad=False)
+
+
+# what `torch.compiler.assume_constant_result` sets, which loads the compiler
+_held._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def known(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
+    """Return both tensors that `make` makes of a length and further sizes: kept ones, unless something intercepts."""
+    if plain(like):
+        return kept(make, sizes, like.device)
+    held = torch.compiler.is_dynamo_compiling() and not symbolic(sizes[0])
+    return tuple(_held(make, sizes, like.device, i) for i in range(2)) if held else make(*sizes, like.device)
+
+
+def _rows(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
+    return tuple(t[None] for t in make(*sizes, device))
+
+
 def runs_of(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> Runs:
     """Return the runs that `make` makes of these sizes, `neighbours` or `whole`."""
-    return Runs(None, *kept((make, sizes, device), device, lambda on: tuple(t[None] for t in make(*sizes, on))))
+    return Runs(None, *kept(_rows, (make, sizes), device))

@@ -408,6 +408,8 @@ class Block(Layer):
     dropout: float
     # the layers inside open DTensors: dropout then draws for whole ones
     opens = False
+    # caches(clock) → new caches of attention and of the feed-forward, which may be None
+    caches: Any
 
     def dropped(self, y: Tensor) -> Tensor:
         """Return y with dropout, in training."""
@@ -440,15 +442,12 @@ class Block(Layer):
         check_size(type(self).__name__, "batch", batch)
         check_size(type(self).__name__, "max_tokens", max_tokens)
         self.check_decodes()
-        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, next(self.parameters()).device)
-        return BlockCache(*self.caches(clock), self.attention.window, owns_clock)  # type: ignore[union-attr, arg-type]
+        device = next(self.parameters()).device
+        attention, feed_forward = self.caches(clock or Clock(batch, max_tokens, device))
+        return BlockCache(attention, feed_forward, self.attention.window, clock is None)  # type: ignore[union-attr, arg-type]
 
     def check_decodes(self) -> None:
         """Raise unless steps can compute what the full forward computes."""
         if not self.attention.causal:  # type: ignore[union-attr]
             name = type(self).__name__
             raise ValueError(f"{name}: decoding needs causal=True; this block's tokens see later ones")
-
-    def caches(self, clock: Clock) -> tuple[Any, Any]:
-        """Return new caches of attention and of the feed-forward, which may be None."""
-        raise NotImplementedError

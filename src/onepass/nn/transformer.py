@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core.eager import plain
 from onepass.core.launch import next_power_of_2
 from onepass.fused import decoding
-from onepass.fused.runs import kept, neighbours
+from onepass.fused.runs import known, neighbours
+from onepass.ops._shared.arguments import symbolic
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.op import BASE, span_attention
 
@@ -46,18 +45,13 @@ class SelfAttention(nn.Module):
     Queries and keys are normed per head and rotated by their positions (`onepass.qk_norm_rope`).
     """
 
-    def __init__(
-        self, dim: int, heads: int, dim_head: int, window: int | None, causal: bool, *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim: int, heads: int, dim_head: int, window: int | None, causal: bool, **factory: Any) -> None:
         super().__init__()
         self.dim, self.heads, self.dim_head, self.window, self.causal = dim, heads, dim_head, window, causal
-        self.norm = RMSNorm(dim, device=device, dtype=dtype)
-        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
-        self.q_weight, self.k_weight = (
-            nn.Parameter(torch.empty(dim_head, device=device, dtype=dtype)) for _ in range(2)
-        )
-        self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
+        self.norm = RMSNorm(dim, **factory)
+        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, **factory)
+        self.q_weight, self.k_weight = (nn.Parameter(torch.empty(dim_head, **factory)) for _ in range(2))
+        self.out = nn.Linear(heads * dim_head, dim, bias=False, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -96,9 +90,7 @@ class SelfAttention(nn.Module):
         if packed is not None and self.window is None:  # a window's bounds take a GPU five launches more
             return packed.begin, packed.begin + packed.positions + 1 if self.causal else packed.end
         sizes = n, self.window or n + 1, self.causal
-        if packed is not None or not plain(like):
-            return neighbours(*sizes, like.device, packed)
-        return kept(("spans", *sizes, like.device), like.device, partial(neighbours, *sizes))
+        return known(neighbours, sizes, like) if packed is None else neighbours(*sizes, like.device, packed)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
@@ -166,8 +158,7 @@ class TransformerBlock(Block):
                 f"{dim_head}: write heads="
             )
         for what, size in (("window", window), ("hidden_dim", hidden_dim)):
-            if size is not None:
-                check_size(name, what, size)
+            check_size(name, what, 1 if size is None else size)
         check_int(name, "num_experts", num_experts)
         check_flag(name, "causal", causal)
         check_number(name, "dropout", dropout, "between 0 and 1", lambda dropout: 0 <= dropout <= 1)
@@ -190,9 +181,16 @@ class TransformerBlock(Block):
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, ExpertRouting | None]:
         """Compute packed sequences as one row, without padding."""
-        row, where = sequences(x, mask, cu_seqlens, max_seqlen)
-        self.check(row)
-        y, routing = self.composed(row, None, where)
+        cu_seqlens = checked("TransformerBlock", x, mask, cu_seqlens)
+        tokens = x.reshape(1, -1, x.shape[-1])
+        total = tokens.shape[1]
+        real, slots = places("TransformerBlock", total, x.device, cu_seqlens, max_seqlen)
+        self.check(tokens)
+        row, positions = slots // max(real.shape[1], 1), slots % max(real.shape[1], 1)
+        begin = torch.arange(total, device=x.device) - positions
+        end = begin + real.sum(-1).index_select(0, row)
+        where = Sequences(*(t.to(torch.int32) for t in (positions, begin, end)))
+        y, routing = self.composed(tokens, None, where)
         return y.view(x.shape), routing
 
     @torch.no_grad()
@@ -219,31 +217,14 @@ class TransformerBlock(Block):
         return KeyCache(self.attention, clock), None
 
 
-def sequences(
-    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[Tensor, Sequences]:
-    """Return packed tokens as one row (1, total, dim), and where they stand."""
-    cu_seqlens = checked("TransformerBlock", x, mask, cu_seqlens)
-    x = x.reshape(1, -1, x.shape[-1])
-    total = x.shape[1]
-    real, slots = places("TransformerBlock", total, x.device, cu_seqlens, max_seqlen)
-    row, positions = slots // max(real.shape[1], 1), slots % max(real.shape[1], 1)
-    begin = torch.arange(total, device=x.device) - positions
-    end = begin + real.sum(-1).index_select(0, row)
-    return x, Sequences(*(t.to(torch.int32) for t in (positions, begin, end)))
-
-
 def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-
-    def make(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        kind: dict[str, Any] = {"device": device, "dtype": torch.float64}
-        angle = torch.arange(rows, **kind)[:, None] * BASE ** (-torch.arange(0, width, 2, **kind) / width)
-        return angle.cos().to(wide), angle.sin().to(wide)
-
-    if not plain(like):
-        return make(n, like.device)
-    rows = next_power_of_2(n)
-    cos, sin = kept(("angles", rows, width, wide, like.device), like.device, partial(make, rows))
+    rows = n if symbolic(n) else next_power_of_2(n)
+    cos, sin = known(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
     return cos[:n], sin[:n]
+
+
+def _angles(rows: int, width: int, wide: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    kind: dict[str, Any] = {"device": device, "dtype": torch.float64}
+    angle = torch.arange(rows, **kind)[:, None] * BASE ** (-torch.arange(0, width, 2, **kind) / width)
+    return angle.cos().to(wide), angle.sin().to(wide)
