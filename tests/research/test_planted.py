@@ -28,13 +28,12 @@ def test_the_mark_is_in_no_single_feature() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["adverse", "random"])
-def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: str) -> None:
-    """The promise of `python -m research.planted`, on the command's own records."""
+def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path) -> None:
+    """The promise of `python -m research.planted`, on the command's own records, from the worst start."""
     arms = [word for arm in ("learned", "random", "oracle") for word in ("--arm", arm)]
-    options = ["--size", "small", "--device", "cpu", "--start", start, "--seed", "0", *arms, "--out", str(tmp_path)]
+    options = ["--size", "small", "--device", "cpu", "--start", "adverse", "--seed", "0", *arms, "--out", str(tmp_path)]
     assert planted.main(options) == 0
-    final = {arm: json.loads((tmp_path / f"planted-{start}.{arm}.0.json").read_text())["final"] for arm in arms[1::2]}
+    final = {arm: json.loads((tmp_path / f"planted-adverse.{arm}.0.json").read_text())["final"] for arm in arms[1::2]}
     assert final["random"]["picked"] < 0.1
     assert final["learned"]["picked"] > 0.85
     gap = final["random"]["loss"] - final["oracle"]["loss"]

@@ -112,21 +112,6 @@ def test_a_file_that_something_else_wrote_to_is_not_extended(victim: Path):
     assert victim.read_text() == "keep"
 
 
-@pytest.mark.parametrize(
-    ("name", "final"),
-    [
-        ("page.0123abcd.partial", "page"),
-        ("page.partial", "page"),
-        ("a.routing.html.deadbeef.partial", "a.routing.html"),
-        ("page", None),
-        (".partial", None),
-        ("page.partial.txt", None),
-    ],
-)
-def test_names_of_unfinished_files(name: str, final: str | None):
-    assert files.partial_of(name) == final
-
-
 def test_there_is_one_writer():
     """Whatever the package leaves on a disk goes through `files.write`; streams (a run's metrics) through `extend`."""
     import ast

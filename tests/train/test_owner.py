@@ -144,8 +144,11 @@ def test_unfinished_files_are_swept(train: Train, finished: Path, tmp_path: Path
     (run / "routing.html.partial").symlink_to(victim)
     # `onepass show` may be writing it at this moment
     (run / "letter.routing.html.0123abcd.partial").write_bytes(b"half")
+    others = run / "routing.html.partial.txt"
+    others.write_text("of somebody else")
     assert train("--out", run, "--resume") == 0
     assert victim.read_text() == "keep me"
+    others.unlink()
     assert {path.name for path in run.iterdir()} == whole | {"letter.routing.html.0123abcd.partial"}
     # a fresh start takes away all that is a run's
     assert train("--out", run, "--force") == 0
