@@ -226,9 +226,9 @@ def backward_products(
 
     dy = (dy if need_null else to(dy, plan.dtype)).contiguous()
     # ν takes its gradient from both outputs
-    widths, offsets = ((0, dim, 0, dim), (0, 0, dim, dim)) if need_null else ((0,) * 4, (0,) * 4)
+    widths = (0, dim, 0, dim) if need_null else (0, 0, 0, 0)
     rounded, sums, du, d_gates_q, explore_grad = begin_backward(
-        dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, offsets, True, need_gates,
+        dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, True, need_gates,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
     assert du is not None

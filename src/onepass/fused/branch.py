@@ -112,12 +112,12 @@ def add_residual(
 @replayed
 def begin_backward(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, null: Tensor | None, mask: Tensor | None, plan: Any,
-    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
+    widths: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dy in the branches' dtype, partials, gradients of the heavy output and the gates, and explore_grad.
 
-    dy is None where it had that dtype. The partials have `widths` columns (0: not wanted) from `offsets` on: of the
-    hidden and the output gradients, light, then heavy. Without hidden ones they are complete: their sums come back.
+    dy is None where it had that dtype. The partials have `widths` columns (0: not wanted) of the hidden and the output
+    gradients, light, then heavy. Without hidden ones they are complete: their sums come back.
     """
     d, way, copy, partials = dy.shape[-1], steps(dy), None, None
     if any(widths):
@@ -126,13 +126,13 @@ def begin_backward(
     if partials is not None and widths[1]:
         # one pass over dy rounds it and sums its rows
         dtype = None if dy.dtype == plan.dtype else plan.dtype
-        (copy,) = way.column_sums(dy.view(-1, d), partials, offsets[1], dtype)
+        (copy,) = way.column_sums(dy.view(-1, d), partials, widths[0], dtype)
         dy = dy if copy is None else copy.view(dy.shape)
     update = update.view(*indices.shape, d)
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates, null)
     d_update = None if d_update is None else d_update.view(-1, d)
     if partials is not None and widths[3] and d_update is not None:
-        way.column_sums(d_update, partials, offsets[3])
+        way.column_sums(d_update, partials, sum(widths[:3]))
     if partials is not None and not (widths[0] or widths[2]):
         partials = way.total(partials)
     if not need_explore:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
 
 from . import branch
@@ -75,22 +72,15 @@ class Saved:
 @replayed
 def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
-    widths: tuple[int, ...], offsets: tuple[int, ...],
+    widths: tuple[int, ...],
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Overwrite the gradient of each GELU's output with that of its input; return sums with hidden ones, else None."""
     way = steps(u)
     if heavy_dh is not None:
-        way.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
+        way.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, widths[0] + widths[1])
     if dh is not None:
-        way.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
+        way.gelu_backward(dh, u, partials if widths[0] else None, 0)
     return (way.total(partials) if partials is not None and (widths[0] or widths[2]) else None,)
-
-
-@lru_cache(256)
-def _columns(sizes: tuple[int, ...], wanted: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the widths of the sums over rows (0: not wanted) and where each begins in their common buffer."""
-    widths = tuple(size if need else 0 for size, need in zip(sizes, wanted, strict=True))
-    return widths, (0, *accumulate(widths[:-1]))
 
 
 def forward(
@@ -134,12 +124,11 @@ def backward_products(
     d = dy.shape[-1]
     need_chosen = need_x or need_heavy_norm
     need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
-    # a symbolic size has no hash
-    columns = _columns.__wrapped__ if is_fake(dy) else _columns
-    widths, offsets = columns((saved.u.shape[1], d, saved.heavy_u.shape[1], d), tuple(need_weights[1::2]))
+    sizes = saved.u.shape[1], d, saved.heavy_u.shape[1], d
+    widths = tuple([size if need else 0 for size, need in zip(sizes, need_weights[1::2], strict=True)])
     dy = (dy if widths[1] else to(dy, plan.dtype)).contiguous()
     rounded, partials, d_update, d_gates, explore_grad = begin_backward(
-        dy, saved.update, gates, indices, None, mask, plan, widths, offsets, need_update, need_x or need_v,
+        dy, saved.update, gates, indices, None, mask, plan, widths, need_update, need_x or need_v,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
     del saved.update
@@ -158,7 +147,7 @@ def backward_products(
     if need_normed or need_weights[0] or need_weights[1]:
         dh = torch.mm(dy, saved.down)
     del dy
-    (sums,) = _gelu_backward(saved.u, dh, saved.heavy_u, heavy_dh, partials, widths, offsets)
+    (sums,) = _gelu_backward(saved.u, dh, saved.heavy_u, heavy_dh, partials, widths)
     sums = partials if sums is None else sums
     del saved.u, saved.heavy_u
     if heavy_dh is not None:
