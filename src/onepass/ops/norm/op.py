@@ -18,7 +18,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
-from onepass.ops._shared.arguments import accumulator
+from onepass.ops._shared import arguments
 
 from . import definition
 from .definition import NONE, QUANTIZE, Needs, Options, Results, Table, table
@@ -97,27 +97,23 @@ def check_arguments(
     """Raise an error unless the arguments of a norm fit together."""
     o = Options(*options)
     op = "layer_norm" if o.has_mean else "rms_norm"
-    check.floating(op, "x", x)
-    if x.dim() < 1:
-        raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor")
+    arguments.rows(op, "x", x)
     shape = tuple(x.shape)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check.floating(op, name, vector)
-            if table(x.shape, vector) is None:
-                raise ValueError(
-                    f"{op}: {name} must be ({shape[-1]},), the last dimension of x {shape}, or broadcast to x from "
-                    f"neighbouring dimensions, as (heads, N) and (batch, 1, N) do; got {tuple(vector.shape)}"
-                )
-            check.same_device(op, name, vector, "x", x)
+    for name, t in (("weight", weight), ("bias", bias), ("residual", residual), ("gate", gate)):
+        if t is None:
+            continue
+        check.floating(op, name, t)
+        if name in ("residual", "gate"):
+            if t.shape != x.shape:
+                raise ValueError(f"{op}: {name} must have the shape of x {shape}; got {tuple(t.shape)}")
+        elif table(x.shape, t) is None:
+            raise ValueError(
+                f"{op}: {name} must be ({shape[-1]},), the last dimension of x {shape}, or broadcast to x from "
+                f"neighbouring dimensions, as (heads, N) and (batch, 1, N) do; got {tuple(t.shape)}"
+            )
+        check.same_device(op, name, t, "x", x)
     if weight is not None and bias is not None and table(x.shape, weight) != table(x.shape, bias):
         raise ValueError(f"{op}: bias must have the shape of weight {tuple(weight.shape)}; got {tuple(bias.shape)}")
-    for name, rows in (("residual", residual), ("gate", gate)):
-        if rows is not None:
-            check.floating(op, name, rows)
-            if rows.shape != x.shape:
-                raise ValueError(f"{op}: {name} must have the shape of x {shape}; got {tuple(rows.shape)}")
-            check.same_device(op, name, rows, "x", x)
     check.real(op, "eps", o.eps)
     if QUANTIZE[o.quantize] == "block" and shape[-1] % 128:
         raise ValueError(f"{op}: quantize='block' needs rows of whole blocks of 128 columns, got {shape[-1]} columns")
@@ -126,12 +122,6 @@ def check_arguments(
     if o.dtype is not None and (o.dtype not in check.FLOATS or (o.dtype == torch.float64 and x.dtype != o.dtype)):
         accepted = "float32, float16 or bfloat16 (float64 for float64 x)"
         raise ValueError(f"{op}: out_dtype must be {accepted}, got {o.dtype}")
-
-
-def _table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table:
-    found = table(x.shape, bias if weight is None else weight)
-    assert found is not None
-    return found
 
 
 def _forward(
@@ -143,7 +133,7 @@ def _forward(
     if not x.numel():
         return _shapes(x, residual, o)
     if uses_triton(x, residual, gate):
-        of_rows = _table(x, weight, bias)
+        of_rows: Any = table(x.shape, bias if weight is None else weight)
         if _launch().has_forward(x, gate, of_rows, o):
             return _launch().forward(x, residual, gate, weight, bias, of_rows, o, keep)  # type: ignore[no-any-return]
     if o.quantize:
@@ -152,7 +142,7 @@ def _forward(
         return None, s, codes.view(torch.uint8), scales, stats
     s = x if residual is None else torch.add(x, residual).contiguous()
     # what the definition gives back needs no statistics, a team of wide rows that were rounded twice does
-    stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(s))
+    stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=arguments.accumulator(s))
 
     def by_kernels(f: Tensor, *_: Any) -> Any:
         alone = Options(o.eps, 0.0, o.has_mean, False, *NONE)
@@ -168,7 +158,7 @@ def _forward(
 def _shapes(x: Tensor, residual: Tensor | None, o: Options) -> Results:
     """Return results of the right shapes: scales are 1, statistics 0, the others uninitialised."""
     y, s, codes, scales = definition.results(x, residual, o)
-    stats = x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(x if s is None else s))
+    stats = x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=arguments.accumulator(x if s is None else s))
     return y, s, codes, None if scales is None else scales.fill_(1), stats
 
 
@@ -183,7 +173,7 @@ def _backward(
         dx, dz, dw, db = (None if t is None or not wanted else t.new_zeros(t.shape) for t, wanted in empty)
         return dx, dz, dw, db, None
     if uses_triton(x, gate):
-        of_rows = _table(x, weight, bias)
+        of_rows: Any = table(x.shape, bias if weight is None else weight)
         if _launch().has_backward(x, max(x.element_size(), dy.element_size()), gate, of_rows, o.stable):
             # kernels read memory by address; a batching rule may pass a strided view
             stats = stats.contiguous()
@@ -292,27 +282,19 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def _y_and_s(results: Any, residual: Tensor | None) -> Any:
-    """Return y, or with a residual (y, s); the operator has four results."""
-    if residual is None:
-        return results if isinstance(results, Tensor) else results[0]
-    return results[:2]
-
-
-def _decomposes(gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]) -> bool:
-    """Return whether a compiler sees this call and takes it as torch's operations; see COMPILED."""
+def _decomposed(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """Return the norm as torch's operations if a compiler sees this call and takes it so (see COMPILED), else None."""
     if COMPILED != "torch" or not torch.compiler.is_compiling():
-        return False
+        return None
     _, offset, has_mean, stable, *others = options
     if gate is not None or stable or (has_mean and offset) or tuple(others) != NONE:
-        return False
+        return None
     # a value that is not a tensor raises later
-    return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
-
-
-def _decomposed(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]
-) -> Any:
+    if getattr(weight, "ndim", 1) != 1 or getattr(bias, "ndim", 1) != 1:
+        return None
     check_arguments(x, residual, None, weight, bias, options)
     s = x if residual is None else x + residual
     # with the strides of the kernels' results, so that a view of them fits compiled or not
@@ -334,14 +316,17 @@ def _call(
         # scales of rows in 8 bits stay as they are
         return tree_map(lambda t: t.view(x.shape) if t.shape == rows[0].shape else t, found)
     options = (eps, offset if type(offset) is float else check.number(op, "offset", offset), *others)
-    if _decomposes(gate, weight, bias, options):
-        return _decomposed(x, residual, weight, bias, options)
+    if (found := _decomposed(x, residual, gate, weight, bias, options)) is not None:
+        return found
     results = norm(x, residual, gate, weight, bias, options)
     if options[-1]:
         _, s, codes, scales = results
         quantized = Quantized(codes.view(torch.float8_e4m3fn), scales)
         return quantized if residual is None else (quantized, s)
-    return _y_and_s(results, residual)
+    # the operator has four results
+    if residual is not None:
+        return results[:2]
+    return results if isinstance(results, Tensor) else results[0]
 
 
 def _options(
