@@ -77,16 +77,15 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None, 
 
     def run(*args: Any) -> Any:
         items = iter(args)
-        found = function(*(gathered(p.annotation, items) for p in required))
-        return filled(found, args) if may_be_none else found
+        found = function(*(gathered(p.annotation, items) for p in required)) if grouped else function(*args)
+        return filled(found, args) if may_be_none and [t for t in found if t is None] else found
 
     parameters = [p.replace(name=n, annotation=t) for p in required for n, t in _leaves(p.name, p.annotation)]
+    grouped = len(parameters) > len(required)
     returned = GenericAlias(tuple, (Tensor,) * results) if results else Tensor
     prototype.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
-    _LIBRARY.impl(
-        name, run if may_be_none or len(parameters) > len(required) else function, "CompositeExplicitAutograd"
-    )
+    _LIBRARY.impl(name, run if may_be_none or grouped else function, "CompositeExplicitAutograd")
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)
