@@ -83,11 +83,6 @@ def _forward_tile(n_cols: int, itemsize: int) -> Tile:
     return Tile(rows=1, cols=warps * load, warps=warps)
 
 
-def in_one_program(n_cols: int, itemsize: int, has_mean: bool) -> bool:
-    """Return whether `forward_kernel` takes rows of this width: a layer norm of 16 bits gains by it up to 32768."""
-    return n_cols <= MAX_FORWARD_COLS * (2 if has_mean and itemsize == 2 else 1)
-
-
 def wide_tile(n_cols: int, itemsize: int, residual: bool) -> tuple[Tile, int]:
     """Return the tile of `wide_forward_kernel` and its registers per thread.
 
@@ -339,7 +334,8 @@ def forward(
     itemsize = (x if s is None else s).element_size()
     stored_codes = codes if codes is None or not _about(x)[1] else codes.view(torch.float8_e4m3fn)
     vec = math.gcd(8, n_cols)
-    one_program = in_one_program(n_cols, itemsize, options.has_mean)
+    # a layer norm of 16 bits gains by one program for a row up to twice the width
+    one_program = n_cols <= MAX_FORWARD_COLS * (2 if options.has_mean and itemsize == 2 else 1)
     # the kernel for wide rows always stores statistics: their cost is small beside a wide row
     if keep or not one_program:
         n_stats = 1 + options.has_mean + options.stable
@@ -367,11 +363,6 @@ def forward(
     return y, s, codes, scales, stats
 
 
-def _teams_run(x: Tensor, size: int) -> bool:
-    """Return whether the programs of a team run at the same time, as polling requires; NVIDIA only."""
-    return not INTERPRET and torch.version.hip is None and 2 * size <= sm_count(x)
-
-
 def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, stable: bool) -> bool:
     """Return whether registers of a program or a team hold a row of x and dy, whose wider one has the itemsize.
 
@@ -380,9 +371,11 @@ def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, st
     n_cols = x.shape[-1]
     if n_cols <= MAX_BACKWARD_COLS:
         return True
+    if gate is not None or stable or table.entries > 1 or INTERPRET or torch.version.hip is not None:
+        return False
     shared, _ = _about(x)
-    team = backward_team(n_cols, itemsize, 2, shared)
-    return gate is None and not stable and table.entries == 1 and _teams_run(x, team.size)
+    # the programs of a team poll, so they must run at the same time
+    return 2 * backward_team(n_cols, itemsize, 2, shared).size <= sm_count(x)
 
 
 def backward(

@@ -48,11 +48,6 @@ def heads_of(d: int, rotary: int, interleaved: bool, tile: int) -> Heads:
     )  # fmt: skip
 
 
-def backward_per_sm(heads: Heads) -> int:
-    """Return the programs of a multiprocessor: masks and a part that is not rotated take registers, so fewer fit."""
-    return 4 if heads.rotary == heads.d and heads.d & (heads.d - 1) == 0 else 3
-
-
 @triton.jit
 def _tile(ptr, offsets, rows_ok, cols, N: tl.constexpr, MASK_COLS: tl.constexpr):
     """Load (rows, cols) as fp32; zero outside."""
@@ -397,7 +392,9 @@ def backward(
     heads = heads_of(q.shape[-1], 2 * cos.shape[-1], interleaved, BACKWARD_BYTES // itemsize)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
-    programs = min(backward_per_sm(heads) * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
+    # masks and a part that is not rotated take registers, so fewer programs fit a multiprocessor
+    per_sm = 4 if heads.rotary == heads.d and heads.d & (heads.d - 1) == 0 else 3
+    programs = min(per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
     rows = [_heads(t) for t in (dq, dk, q, k)]
     strides = [s for _, of_one in rows for s in of_one]
     n_weights = needs[2] + needs[3]
