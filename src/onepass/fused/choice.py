@@ -163,7 +163,7 @@ def choose_within_backward(
     parts, real = windows(scores, mask, window)
     whole = parts.numel() == into.numel()
     ds = choose_backward(
-        d_gates.reshape(where.shape), parts, real, how, where, gates.view(where.shape), state, None,
+        d_gates.reshape(where.shape), parts, real, how, where, gates.reshape(where.shape), state, None,
         into.view(parts.shape) if whole else None,
     )  # fmt: skip
     if not whole:
