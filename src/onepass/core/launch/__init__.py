@@ -1,7 +1,4 @@
-"""Launch Triton kernels with little host time: which path a tensor takes, compiled kernels, recording and replay.
-
-`compiled.launch_arguments` is the only code that relies on Triton's private launch convention.
-"""
+"""Launch Triton kernels with little host time: which path a tensor takes, compiled kernels, recording and replay."""
 
 from .backend import INTERPRET, path, triton_installed, uses_triton
 from .compiled import launch

@@ -32,14 +32,15 @@ class Role(NamedTuple):
     placed: Callable[[Any, int, int], Placement] | None = None
     # per row: what is given as a tensor or None and a number
     split: str = ""
+    # columns are added up: the result is linear in them, and a shard of columns gives a part of a sum
+    summed: bool = False
 
 
 # (..., n), any strides: every operator's first argument
 ROWS = Role(
     Tensor, "_rows({op!r}, {a!r}, {a})", shaped="d_{a}.view({a}.shape) if need_{a} else None", placed=lambda t, n, d: d
 )
-# rows whose columns are added up: the result is linear in them, and a shard of columns gives a part of a sum
-SUMMED = ROWS._replace()
+SUMMED = ROWS._replace(summed=True)
 # (n,) or (R, n), the same for all rows
 VECTORS = Role(
     Tensor, "_vectors({op!r}, {a!r}, {a}, {rows!r}, {rows})", shaped="d_{a} if need_{a} else None",
@@ -142,7 +143,7 @@ def declare(
 
     def ways(*args: Any) -> list[Way]:
         given = dict(zip(tensors, args, strict=False))
-        ndim, summed = args[0].ndim, roles[rows] is SUMMED
+        ndim, summed = args[0].ndim, roles[rows].summed
         found: list[Way] = [
             ((d,) * (1 + len(kept)), [roles[a].placed(t, ndim, d) for a, t in given.items()])  # type: ignore[misc]
             for d in (range(ndim - 1) if summed else row_dims(args[0]))

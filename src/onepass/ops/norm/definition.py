@@ -296,7 +296,7 @@ def backward(
 def _joined(parts: list[Tensor], like: Tensor, s: Tensor) -> Tensor:
     """Return the gradient of a tensor from those of its parts, or of itself for parts of s."""
     if len(parts) > 1:
-        parts = [torch.cat(parts) if _along(like, s) or like.shape == s.shape else torch.stack(parts).sum(0)]
+        parts = [torch.cat(parts) if _along(like, s) else torch.stack(parts).sum(0)]
     return parts[0].view(like.shape).to(like.dtype)
 
 
