@@ -50,7 +50,8 @@ def lead(args: argparse.Namespace, world: World) -> int:
         args.resume, args.force = True, False
     if args.resume:
         run_ = Run(args.out or newest())
-        run_.refuse_absent()
+        if not (run_ / runs.CONFIG).is_file():
+            raise UserError(f"there is no run in {run_.path} (no {runs.CONFIG}); leave out --resume to start one")
     else:
         if args.out:
             # refuse before reading data; checked again below under the lock

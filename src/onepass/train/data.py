@@ -81,11 +81,6 @@ class Batch:
     hidden: Ints
     bytes: Ints
 
-    def rows(self, first: int, last: int) -> Batch:
-        """Return the sequences from `first` to before `last`."""
-        rows = slice(first, last)
-        return Batch(self.tokens[rows], self.hidden[rows], self.bytes[rows])
-
 
 def hide(windows: Ints, share: float, draws: np.random.Generator) -> Batch:
     """Replace round(share·n) bytes of every sequence, at least one, by MASK.

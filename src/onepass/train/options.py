@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onepass.train.commands.options import command, number
-from onepass.train.config import CHECKPOINT_EVERY, MODELS, PRESETS, RANGES, TASKS
+from onepass.train.config import CHECKPOINT_EVERY, CHOICES, PRESETS, RANGES
 
 HELP = "train a model on text and see what it makes of each byte"
 TEXT = """\
@@ -42,12 +42,6 @@ NUMBERS = {
     "lr": "peak learning rate",
     "threads": "CPU threads (default: torch's)",
 }
-CHOICES = {
-    "preset": tuple(PRESETS),
-    "task": TASKS,
-    "model": MODELS,
-    "device": ("auto", "cpu", "cuda"),
-}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,8 +57,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "model": "blocks with attention and experts, or routed blocks (default: transformer)",
         "device": "where to train (default: auto, cuda if there is one)",
     }
-    for name, values in CHOICES.items():
-        add(f"--{name}", choices=values, help=helps[name])
+    for name, what in helps.items():
+        add(f"--{name}", choices=("auto",) * (name == "device") + CHOICES[name], help=what)
     for name, what in NUMBERS.items():
         values = tuple(str(preset[name]) for preset in PRESETS.values() if name in preset)
         default = f" (default: {' or '.join(values)}, by preset)" if values else ""

@@ -184,7 +184,8 @@ class World:
     def part(self, batch: Batch) -> Batch:
         """Return this process's rows of a batch, perhaps none."""
         total = len(batch.tokens)
-        return batch.rows(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
+        rows = slice(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
+        return Batch(batch.tokens[rows], batch.hidden[rows], batch.bytes[rows])
 
     def average(self, gradients: Tensor, counts: Tensor) -> None:
         """Replace counts by their sums over the processes, and gradients by their means, which FSDP2 does itself."""

@@ -58,11 +58,6 @@ class Run:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def refuse_absent(self) -> None:
-        """Raise UserError if there is no run to resume."""
-        if not (self / CONFIG).is_file():
-            raise UserError(f"there is no run in {self.path} (no {CONFIG}); leave out --resume to start one")
-
     def refuse_overwriting(self, force: bool) -> None:
         """Raise UserError if the directory holds other things than a run, or a run without `force`."""
         names: list[str] = []

@@ -22,7 +22,7 @@ class Trace:
     content: bytes
     total: int  # bytes of the whole file, of which `content` is the beginning
     config: Config
-    chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch, else −1
+    chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch; −1: none
     hidden: NDArray[np.bool_]
     guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
     chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
@@ -65,7 +65,10 @@ def kinds(trace: Trace, *, seen: bool = True) -> list[tuple[str, NDArray[np.bool
     """
     value = np.frombuffer(trace.content, dtype=np.uint8)
     # dtype object: names of any length
-    names = np.array([_kind_of(v) for v in range(256)], dtype=object)[value]
+    names = np.full(256, "other bytes", dtype=object)
+    for name, characters in _KINDS.items():
+        names[[*map(ord, characters)]] = name
+    names = names[value]
     names[trace.hidden & seen] = "hidden from the model"
     found = [(name, names == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
     return [(name, those) for name, those in found if those.any()]
@@ -77,7 +80,3 @@ _KINDS = {
     "whitespace": string.whitespace,
     "punctuation": string.punctuation,
 }
-
-
-def _kind_of(value: int) -> str:
-    return next((name for name, characters in _KINDS.items() if chr(value) in characters), "other bytes")
