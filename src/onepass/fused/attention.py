@@ -5,7 +5,6 @@ y = out(attention(norm(x))) + ν        y_i += g_i·(out'(attention'(norm_q(x_i)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op import BASE, apply_rotary, split
+from onepass.ops.span_attention.op import apply_rotary, split
 
 from . import branch
 from .branch import add_chosen, begin_backward, steps, to, weight_gradient
@@ -118,17 +117,17 @@ def _heads(rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
     return rows.view(batch, total // batch, parts, heads, columns // (parts * heads))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, runs: Any) -> tuple[Tensor, Tensor]:
     mask, first, last = runs
-    return (span.forward_op if is_fake(q) else span.forward)(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
+    return (span.forward_op if is_fake(q) else span.forward)(q, k, v, first, last, mask)  # type: ignore[no-any-return]
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, runs: Any, scale: float, into: Any
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, runs: Any, into: Any
 ) -> None:
     if not is_fake(dy):
         mask, first, last = runs
-        span.backward(dy, q, k, v, y, lse, first, last, mask, scale, into)
+        span.backward(dy, q, k, v, y, lse, first, last, mask, into)
 
 
 # the precision of fp32 products decides the tiles of attention
@@ -141,17 +140,17 @@ def _attend(
 
     qkv, q and kv are rows of products, and so are the attentions' results. `runs` are the light ones, then the heavy.
     """
-    batch, scale = at_q.shape[0], 1 / math.sqrt(plan.width)
+    batch = at_q.shape[0]
     qk, light_v = split(_heads(qkv, batch, 3, plan.light_heads))
-    apply_rotary(qk, None, BASE, False, qk)
+    apply_rotary(qk, None, False, qk)
     light_q, light_k = qk.chunk(2, dim=2)
-    light, light_lse = _attention(light_q, light_k, light_v, runs[:3], scale)
+    light, light_lse = _attention(light_q, light_k, light_v, runs[:3])
     query = _heads(q, batch, 1, plan.heavy_heads).select(2, 0)
     k, v = _heads(kv, batch, 2, plan.heavy_heads).unbind(2)
-    apply_rotary(query, at_q, BASE, False, query)
-    apply_rotary(k, at_kv, BASE, False, k)
+    apply_rotary(query, at_q, False, query)
+    apply_rotary(k, at_kv, False, k)
     gated = steps(v).gate(v, gates_kv)
-    heavy, heavy_lse = _attention(query, k, gated, runs[3:], scale)
+    heavy, heavy_lse = _attention(query, k, gated, runs[3:])
     return light.view(qkv.shape[0], plan.light_heads * plan.width), light_lse, gated, heavy.view(q.shape), heavy_lse
 
 
@@ -162,19 +161,19 @@ def _attend_backward(
     *runs: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
-    scale, batch, near, far = 1 / math.sqrt(plan.width), at_q.shape[0], plan.light_heads, plan.heavy_heads
+    batch, near, far = at_q.shape[0], plan.light_heads, plan.heavy_heads
     d_qkv, dq, dkv = (torch.empty_like(t) for t in (qkv, q, kv))
     (qk, light_v), (d_qk, d_light_v) = (split(_heads(t, batch, 3, near)) for t in (qkv, d_qkv))
     (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
     dy, y = (_heads(t, batch, 1, near).select(2, 0) for t in (d_light, light))
     into = d_light_q, d_light_k, d_light_v
-    _attention_backward(dy, light_q, light_k, light_v, y, light_lse, runs[:3], scale, into)
-    apply_rotary(d_qk, None, BASE, True, d_qk)
+    _attention_backward(dy, light_q, light_k, light_v, y, light_lse, runs[:3], into)
+    apply_rotary(d_qk, None, True, d_qk)
     (k, v), (dk, dv) = (_heads(t, batch, 2, far).unbind(2) for t in (kv, dkv))
     dy, y, query, d_query = (_heads(t, batch, 1, far).select(2, 0) for t in (d_heavy, heavy, q, dq))
-    _attention_backward(dy, query, k, gated, y, heavy_lse, runs[3:], scale, (d_query, dk, dv))
-    apply_rotary(d_query, at_q, BASE, True, d_query)
-    apply_rotary(dk, at_kv, BASE, True, dk)
+    _attention_backward(dy, query, k, gated, y, heavy_lse, runs[3:], (d_query, dk, dv))
+    apply_rotary(d_query, at_q, True, d_query)
+    apply_rotary(dk, at_kv, True, dk)
     return d_qkv, dq, dkv, steps(v).gate_backward(dv, v, gates_kv)
 
 

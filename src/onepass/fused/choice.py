@@ -87,8 +87,8 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
         return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
     given = scores, None, mask, None, None, how.k, how.eps, how.kind
     if not (how.share and mask is not None):
-        return (*op_topk.forward(*given, how.hard, True, True, False)[1:], None)
-    _, gates, indices, _ = op_topk.forward(*given, True, True, True, False)
+        return (*op_topk.forward(*given, how.hard, True, True, torch.int64)[1:], None)
+    _, gates, indices, _ = op_topk.forward(*given, True, True, True, torch.int64)
     if kernels := kernels_for(scores):
         counts = kernels.counts(mask, fraction(how.share))
     else:

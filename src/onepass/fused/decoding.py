@@ -5,14 +5,13 @@ The same as the modules' own steps to rounding, with the residual added; the cac
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2, uses_triton
-from onepass.ops.span_attention.op import BASE
+from onepass.ops.span_attention.definition import LOG2_BASE
 
 # sequences side by side: the rows of one product
 MOST_ROWS = 64
@@ -48,7 +47,7 @@ def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     block_heavy = max(8, next_power_of_2(half))
     _launch(
         "far_kernel", (parts, heavy.heads, len(x)),
-        (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *_LOG2_BASE),
+        (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *LOG2_BASE),
         (
             heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
             _keys(PART, block_heavy) // 2,
@@ -69,7 +68,7 @@ def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None
     _launch(
         "near_kernel", (parts, layer.heads, len(qkv)),
         (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
-        (layer.dim_head**-0.5, float(eps), *_LOG2_BASE),
+        (layer.dim_head**-0.5, float(eps), *LOG2_BASE),
         (
             layer.heads, half, layer.window or 0, places, parts, block_h,
             _keys(places, block_h) if parts == 1 else _keys(PART, block_h) // 2,
@@ -186,11 +185,3 @@ def _columns(k: int, w: Tensor) -> int:
 def _keys(places: int, block_h: int) -> int:
     """Return how many keys a program takes at a time."""
     return max(16, min(next_power_of_2(places), 8192 // block_h))
-
-
-def _high_and_low(x: float) -> tuple[float, float]:
-    high = float(torch.tensor(x, dtype=torch.float32))
-    return high, x - high
-
-
-_LOG2_BASE = _high_and_low(math.log2(BASE))

@@ -13,7 +13,8 @@ from onepass.fused import decoding
 from onepass.fused.runs import known, neighbours
 from onepass.ops._shared.arguments import symbolic
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
-from onepass.ops.span_attention.op import BASE, span_attention
+from onepass.ops.span_attention.definition import BASE
+from onepass.ops.span_attention.op import span_attention
 
 from .cache import Block, BlockCache, Clock, KeyCache
 from .count import check_dtype, check_flag, check_int, check_number, check_size

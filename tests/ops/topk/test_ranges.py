@@ -42,19 +42,19 @@ def compare(s: Tensor, k: int, index_dtype: torch.dtype = torch.int64, **options
 def test_every_option(draw: Random) -> None:
     """Under the interpreter small sizes lead through all kernels; a pivot without margin misses often.
 
-    On a CPU rows are done apart, or so many numbers at once; wide rows look at 16 columns before all others.
+    On a CPU rows are done apart, or so many numbers at once; blocks of 4 columns, numbers of 32 bits or 64, a heap.
     """
     generator = torch.Generator().manual_seed(draw.randrange(1 << 20))
     rows, n, k = draw.randint(0, 4 if INTERPRET else 9), draw.randint(0, 130), draw.randint(0, 90)
     way = draw.choice(["narrow", "wide", "whole", "long"])
     with pytest.MonkeyPatch.context() as patch:
-        narrow = 512 if way == "narrow" else 0
         shrink(
             patch, SIGMAS=draw.choice([0.0, 1.0]), MAX_COLS=128 if way == "whole" else 16, MAX_SORTED=32,
-            NARROW=narrow, WIDE=1 if way == "wide" else 1 << 40,
+            NARROW=512 if way == "narrow" else 0, WIDE=1 if way == "wide" else 1 << 40,
         )  # fmt: skip
-        for name, value in (("AT_ONCE", draw.choice([1, 50, 1000])), ("FIRST", 16), ("NARROW", narrow)):
-            patch.setattr(definition, name, value)
+        sizes = {"AT_ONCE": [1, 50, 1000], "OF_HEAP": [1, 1000], "MOST_OF_16": [20, 1000], "LEAST": [0, 1 << 30]}
+        for name, values in (sizes | {"BLOCK": [4], "WORTH": [1], "LEAST_COLUMNS": [0]}).items():
+            patch.setattr(definition, name, draw.choice(values))
         s = rows_of(draw.choice(KINDS), rows, n, generator, k).to(draw.choice(DTYPES[:2] if INTERPRET else DTYPES))
         options: dict[str, Any] = {name: draw.choice([True, False]) for name in ("largest", "sorted")}
         options["ties"] = draw.choice(["first", "first", "last"])
@@ -68,6 +68,10 @@ def test_every_option(draw: Random) -> None:
         if draw.random() < 0.5:
             options["mask"] = torch.rand(rows, n, generator=generator) > 0.3
         compare(s, k, draw.choice([torch.int32, torch.int64]), **options)
+        if 0 < k <= n:
+            ranges = {name: t for name, t in options.items() if name in ("start", "lengths")}
+            kth = onepass.kth_value(s, k, **ranges), expected(s, k, **ranges)[0][..., -1]
+            torch.testing.assert_close(*kth, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpret
@@ -82,15 +86,17 @@ def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("cols", "dtype"), [(8192, torch.float32), (16, torch.bfloat16)])
-def test_the_sort_of_many_rows(cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen survivors a thread, from whole rows and from long ones: zeros of both signs, NaN, plateaus."""
-    shrink(monkeypatch, MANY=0, MAX_COLS=cols, MAX_SORTED=1024)
+@pytest.mark.parametrize("many", [0, 1000])
+@pytest.mark.parametrize(("cols", "dtype"), [(8192, torch.float32), (1024, torch.bfloat16), (16, torch.bfloat16)])
+def test_the_sort_of_survivors(cols: int, dtype: torch.dtype, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many rows and few, from whole rows and from long ones: zeros of both signs, NaN, plateaus, large numbers."""
+    shrink(monkeypatch, MANY=many, MAX_COLS=cols, MAX_SORTED=1024)
     s = torch.randn(3, 700, generator=torch.Generator().manual_seed(3))
+    s[0, :3] = torch.tensor([math.nan, 3e38, -3e38])
     s[1] = s[1].relu() * torch.tensor([1.0, -1.0]).repeat(350)
     s[2], s[2, ::90] = (s[2] * 2).round(), math.nan
     compare(s.to(dtype), 520)
-    compare(s.to(dtype), 520, largest=False, sorted=False)
+    compare(s.to(dtype), 600, index_dtype=torch.int32, largest=False, sorted=many > 0)
 
 
 @pytest.mark.interpret
@@ -116,18 +122,6 @@ def test_wide_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         s[:, 5::32] += 30
     compare(s, 3, sorted=False)
     compare(s.bfloat16(), 20)
-
-
-@pytest.mark.interpret
-def test_more_survivors_than_exchanges_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows whose survivors are sorted by their bits."""
-    shrink(monkeypatch, MAX_COLS=1024)
-    generator = torch.Generator().manual_seed(1)
-    s = torch.stack([torch.randn(700, generator=generator), torch.randn(700, generator=generator).round()])
-    s[0, :3] = torch.tensor([math.nan, 3e38, -3e38])
-    for scores in (s, s.bfloat16()):
-        compare(scores, 600)
-        compare(scores, 600, largest=False, index_dtype=torch.int32)
 
 
 @pytest.mark.interpret

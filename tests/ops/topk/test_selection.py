@@ -96,6 +96,7 @@ def test_columns_beyond_16_bits_on_a_cpu() -> None:
     s[0, 5], s[3, n - 6] = 1.0, 2.0
     distinct = [n - 1, n - 2, n - 3]
     assert onepass.topk(s, 3).indices.tolist() == [[5, 0, 1], distinct, distinct, [n - 6, 0, 1]]
+    assert onepass.topk(s[0].bfloat16(), 3).indices.tolist() == [5, 0, 1]
 
 
 @pytest.mark.parametrize("ties", ["first", "last"])

@@ -38,6 +38,8 @@ from onepass.ops._shared.kernels_rows import (
     within,
 )
 
+from .kernels_backward import backward as backward
+
 # longest row that one program holds in registers, by kind
 LONGEST = (32768, 16384, 16384, 16384)
 # team: columns per program, warps per program, programs per multiprocessor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +16,7 @@ from onepass.ops._shared.declare import COUNT, MASK, PER_ROW, ROWS, Role, declar
 from . import definition
 from .definition import KINDS
 
-
-@functools.cache
-def _kernels() -> Any:
-    forward, backward = (import_module(f".{name}", __package__) for name in ("kernels", "kernels_backward"))
-    return SimpleNamespace(holds=forward.holds, forward=forward.forward, backward=backward.backward)
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
 
 
 def _way(scores: Tensor, *numbers: Any) -> Any:

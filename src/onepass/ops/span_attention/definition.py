@@ -13,39 +13,47 @@ import torch
 from torch import Tensor
 
 
+def in_two(x: float) -> tuple[float, float]:
+    """Return x as a sum of two numbers of which the first is exact in fp32, as which numbers reach a kernel."""
+    # a number in [1/2, 1) has 2²⁴ steps of fp32 to 1
+    scale = 2.0**24 / 2.0 ** math.frexp(x)[1]
+    high = round(x * scale) / scale
+    return high, x - high
+
+
+# the slowest pair of channels turns once in about 2π·BASE positions
+BASE = 10_000.0
+LOG2_BASE = in_two(math.log2(BASE))
+
+
+def scale_of(q: Tensor) -> float:
+    """Return 1/√width, by which products of queries and keys are scaled."""
+    return 1 / math.sqrt(max(q.shape[-1], 1))
+
+
 def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return softmax(scale·q·kᵀ) v over the keys j with first_i ≤ j < last_i that mask allows; 0 without such a key."""
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return softmax(q·kᵀ/√width) v over the keys first_i ≤ j < last_i that mask allows; 0 without such a key."""
     acc = torch.promote_types(q.dtype, torch.float32)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     keys = torch.arange(k.shape[1], device=q.device)
     seen = (keys >= first[..., None]) & (keys < last[..., None])
     seen = seen.expand(q.shape[0], *seen.shape[-2:])
     if mask is not None:
         seen = seen & mask[:, None]
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(acc), k.to(acc)) * scale
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(acc), k.to(acc)) * scale_of(q)
     seen = seen[:, None]
     # a query that sees no key would give 0/0
     p = scores.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
     return torch.einsum("bhnm,bmhd->bnhd", p.masked_fill(~seen, 0.0), v.to(acc)).to(q.dtype)
 
 
-def rotate(
-    x: Tensor, positions: Tensor | None = None, *, base: float = 10_000.0, inverse: bool = False
-) -> Tensor:  # fmt: skip
-    """Rotate the pairs (x_c, x_{c + width/2}) of x (batch, n, heads, width) by position·base^(−2c/width)."""
+def rotate(x: Tensor, positions: Tensor | None = None, *, inverse: bool = False) -> Tensor:
+    """Rotate the pairs (x_c, x_{c + width/2}) of x (batch, n, heads, width) by position·BASE^(−2c/width)."""
     width = x.shape[-1]
     if positions is None:
         positions = torch.arange(x.shape[1], device=x.device)
-    speeds = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float64) / width)
+    speeds = BASE ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float64) / width)
     acc = torch.promote_types(x.dtype, torch.float32)
     angle = (positions[..., None] * speeds)[..., None, :]
     cos, sin = angle.cos().to(acc), angle.sin().to(acc)
@@ -68,13 +76,13 @@ class _Rows:
         starts = range(low // KEYS * KEYS, high, KEYS) if low < high else ()
         self.tiles = [slice(start, min(start + KEYS, n_keys)) for start in starts]
 
-    def scores(self, q: Tensor, k: Tensor, tile: slice, scale: float) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, tile: slice) -> Tensor:
         """Return the scores (heads, queries, keys) of one tile; −inf where a query does not see a key."""
         keys = torch.arange(tile.start, tile.stop, device=q.device)
         seen = (keys >= self.first) & (keys < self.last)
         if self.mask is not None:
             seen = seen & self.mask[self.b, tile]
-        return (self.of(q, self.at) @ self.keys(k, tile).mT * scale).masked_fill_(~seen, -math.inf)
+        return (self.of(q, self.at) @ self.keys(k, tile).mT * scale_of(q)).masked_fill_(~seen, -math.inf)
 
     def of(self, t: Tensor, at: slice) -> Tensor:
         """Return rows of a (batch, length, heads, width) tensor as (heads, rows, width), in fp32 or wider."""
@@ -109,14 +117,14 @@ def _weighted(p: Tensor, values: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output (B, N, H, D) and the logarithms of the softmax's denominators (B, H, N), +inf without a key."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf, dtype=acc, device=q.device)
     for rows in _rows(q, k, first, last, mask):
-        scores = [rows.scores(q, k, tile, scale) for tile in rows.tiles]
+        scores = [rows.scores(q, k, tile) for tile in rows.tiles]
         top = torch.stack([s.amax(-1) for s in scores]).amax(0)
         top.masked_fill_(top == -math.inf, 0.0)
         total, y = torch.zeros_like(top), torch.zeros_like(rows.of(q, rows.at))
@@ -141,7 +149,6 @@ def backward(
     first: Tensor,
     last: Tensor,
     mask: Tensor | None,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv by the gradient of softmax; tiles are visited in order, so sums repeat bit for bit."""
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -151,8 +158,8 @@ def backward(
         qs, do = rows.of(q, at), rows.of(dout, at)
         delta = (do * rows.of(out, at)).sum(-1, keepdim=True)
         for tile in rows.tiles:
-            p = (rows.scores(q, k, tile, scale) - lse[b, :, at, None]).exp_()
-            ds = p * (do @ rows.keys(v, tile).mT - delta) * scale
+            p = (rows.scores(q, k, tile) - lse[b, :, at, None]).exp_()
+            ds = p * (do @ rows.keys(v, tile).mT - delta) * scale_of(q)
             if not math.isfinite(float(ds.sum())):
                 ds.masked_fill_(p == 0, 0.0)
             dq[b, at] += _weighted(ds, rows.keys(k, tile)).transpose(0, 1)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2
 
+from .definition import scale_of
+
 # queries, keys, warps, stages of (forward, queries, keys), for heads up to 64 wide
 _16_BITS = ((128, 64, 8, 2), (64, 64, 4, 3), (32, 64, 4, 1))
 # within the 99 KB of shared memory of smaller GPUs; forward spills registers on sm_90, yet larger tiles are faster
@@ -329,8 +331,8 @@ def _constants(kernel: str, unit: int, width: int, mask: Tensor | None, dtype: t
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and the denominators of the softmax as base-2 logarithms (B, H, N)."""
     batch, n, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -340,7 +342,7 @@ def forward(
     span_batch = first.stride(0) if len(first) > 1 else 0
     launch(
         forward_kernel, (cdiv(n, block_q), batch * heads, 1),
-        (q, k, v, first, last, mask, out, lse), (*strides, span_batch, n, k.shape[1], heads, float(scale)),
+        (q, k, v, first, last, mask, out, lse), (*strides, span_batch, n, k.shape[1], heads, scale_of(q)),
         constants, **options,
     )  # fmt: skip
     return out, lse
@@ -368,7 +370,6 @@ def backward(
     first: Tensor,
     last: Tensor,
     mask: Tensor | None,
-    scale: float,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write dq, dk, dv into `grads`: rows of (heads, width) with any row stride, the same for dk and dv."""
@@ -378,7 +379,7 @@ def backward(
     delta = torch.empty_like(lse)
     unit, (*strides, _, dq_row, _, _, dkv_row, _) = _strides(q, k, v, dq, dk)
     span_batch = first.stride(0) if len(first) > 1 else 0
-    sizes = n, m, heads, float(scale)
+    sizes = n, m, heads, scale_of(q)
     block_q, _, constants, options = _constants("queries", unit, width, mask, q.dtype)
     launch(
         queries_kernel, (cdiv(n, block_q), batch * heads, 1),

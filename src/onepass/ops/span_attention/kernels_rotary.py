@@ -10,20 +10,11 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2
 
-# of a number in [1/2, 1), how many steps fp32 has to 1
-_BITS = 2.0**24
-
-
-def _parts(x: float) -> tuple[float, float]:
-    """X as a sum of two numbers of which the first is exact in fp32, as which numbers reach a kernel."""
-    scale = _BITS / 2.0 ** math.frexp(x)[1]
-    high = round(x * scale) / scale
-    return high, x - high
-
+from .definition import LOG2_BASE, in_two
 
 # 1/2π in three parts, which the compiler adds up
-_HIGH, _REST = _parts(1 / (2 * math.pi))
-_MIDDLE, _LOW = _parts(_REST)
+_HIGH, _REST = in_two(1 / (2 * math.pi))
+_MIDDLE, _LOW = in_two(_REST)
 TURNS_HIGH, TURNS_MIDDLE, TURNS_LOW = tl.constexpr(_HIGH), tl.constexpr(_MIDDLE), tl.constexpr(_LOW)
 TURN = tl.constexpr(2 * math.pi)
 
@@ -82,18 +73,17 @@ def rotary_kernel(
         tl.store(out_ptr + head * out_head * UNIT + HALF, (left * sin + right * cos).to(kind), mask=inside)
 
 
-def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
+def rotate(x: Tensor, positions: Tensor | None, inverse: bool, out: Tensor) -> None:
     """Rotate x (B, N, H, D) by its positions (B or 1, N) and write the result to out, which may be x."""
     batch, n, heads, width = x.shape
     half = width // 2
     block_c = max(16, next_power_of_2(half))
     block_n = max(4, 512 // block_c)
-    log2_base = _parts(math.log2(base))
     strides = *x.stride()[:3], *out.stride()[:3]
     unit = 16 if all(s % 16 == 0 for s in strides) else 1
     position_batch = 0 if positions is None or len(positions) == 1 else positions.stride(0)
     launch(
         rotary_kernel, (cdiv(n, block_n), batch, 1), (x, positions, out),
-        (*(s // unit for s in strides), position_batch, n, heads, *log2_base),
+        (*(s // unit for s in strides), position_batch, n, heads, *LOG2_BASE),
         (unit, half, inverse, positions is not None, block_n, block_c), num_warps=2,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from onepass.ops.routing.op import as_bytes
 
 from . import definition
 
-BASE = 10_000.0
 _INTS = torch.int32, torch.int64
 _kernels = functools.cache(lambda: import_module(".kernels", __package__))
 _kernels_rotary = functools.cache(lambda: import_module(".kernels_rotary", __package__))
@@ -43,23 +42,23 @@ def _places(op: str, name: str, t: Tensor, dtypes: tuple[torch.dtype, ...], of: 
     return t if t.dim() == 2 else t[None]
 
 
-def apply_rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
+def apply_rotary(x: Tensor, positions: Tensor | None, inverse: bool, out: Tensor) -> None:
     """Rotate x and write the result to out, which may be x."""
     if not uses_triton(x):
-        out.copy_(definition.rotate(x, positions, base=base, inverse=inverse))
+        out.copy_(definition.rotate(x, positions, inverse=inverse))
     elif x.numel():
         positions = None if positions is None else positions.contiguous()
-        _kernels_rotary().rotate(_unit_width(x), positions, base, inverse, out)
+        _kernels_rotary().rotate(_unit_width(x), positions, inverse, out)
 
 
-def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool = False) -> Tensor:
+def _rotary(x: Tensor, positions: Tensor | None, inverse: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    apply_rotary(x, positions, base, inverse, out)
+    apply_rotary(x, positions, inverse, out)
     return out
 
 
-def _rotary_backward(dy: Tensor, positions: Tensor | None, base: float) -> Tensor:
-    return _rotary(dy, positions, base, True)
+def _rotary_backward(dy: Tensor, positions: Tensor | None) -> Tensor:
+    return _rotary(dy, positions, True)
 
 
 def _rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
@@ -77,11 +76,11 @@ _call_rotary, *_ = operator(
 )
 
 
-def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) -> Tensor:
+def rotary(x: Tensor, positions: Tensor | None = None) -> Tensor:
     r"""Rotate pairs of channels by an angle proportional to the token's position.
 
     .. math:: (x_c, x_{c+w/2}) \mapsto (x_c \cos\theta - x_{c+w/2}\sin\theta,\; x_c\sin\theta + x_{c+w/2}\cos\theta),
-              \qquad \theta = p\cdot\mathrm{base}^{-2c/w}
+              \qquad \theta = p\cdot 10000^{-2c/w}
 
     The product of a turned query and a turned key depends on the distance of their positions alone. Angles are fp64
     until less than a turn is left, then fp32: right to a few of its last bits at positions up to 1e9, and off by about
@@ -90,14 +89,13 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     Args:
         x: ``(batch, n, heads, width)``, width even, fp32, fp16, bf16 or fp64, any strides.
         positions: p, ``(n,)`` or ``(batch, n)`` int64; default 0 … n−1.
-        base: the slowest pair turns once in about 2π·base positions.
 
     Returns:
         The same shape and dtype, contiguous.
 
     Raises:
         TypeError: x is not a floating-point tensor, or positions is not int64.
-        ValueError: shapes don't fit, base is not > 0, or the tensors are on different devices.
+        ValueError: shapes don't fit, or the tensors are on different devices.
         NotImplementedError: for second and forward-mode derivatives.
 
     Source: Su et al., RoFormer (arXiv:2104.09864).
@@ -116,10 +114,9 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
         raise ValueError(f"rotary: x must be (batch, n, heads, width), got {tuple(x.shape)}")
     if x.shape[-1] % 2:
         raise ValueError(f"rotary: the width of a head must be even, got {x.shape[-1]}")
-    arguments.number("rotary", "base", base, arguments.LARGEST)
     if positions is not None:
         positions = _places("rotary", "positions", positions, _INTS[1:], "x", x)
-    return _call_rotary(x, positions, float(base))  # type: ignore[no-any-return]
+    return _call_rotary(x, positions)  # type: ignore[no-any-return]
 
 
 def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,28 +176,28 @@ def _runs(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the denominators of the softmax: `span_attention` without checks and autograd."""
     if not uses_triton(q):
         # a caller's autocast would round the products of forward but not those of backward
         with torch.autocast(q.device.type, enabled=False):
-            return definition.forward(q, k, v, first, last, mask, scale)
+            return definition.forward(q, k, v, first, last, mask)
     if not q.numel() or not k.numel():
         out, lse = _fake(q)
         return out.zero_(), lse.fill_(math.inf)
     q, k, v = map(_unit_width, (q, k, v))
-    return _kernels().forward(q, k, v, *_runs(first, last), as_bytes(mask), scale)  # type: ignore[no-any-return]
+    return _kernels().forward(q, k, v, *_runs(first, last), as_bytes(mask))  # type: ignore[no-any-return]
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor, last: Tensor,
-    mask: Tensor | None, scale: float, grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    mask: Tensor | None, grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor."""
     grads = (_like(q), _like(k), _like(v)) if grads is None else grads
     if not uses_triton(q):
-        found = definition.backward(dout, q, k, v, out, lse, first, last, mask, scale)
+        found = definition.backward(dout, q, k, v, out, lse, first, last, mask)
         for grad, value in zip(grads, found, strict=True):
             grad.copy_(value)
     elif not q.numel() or not k.numel():
@@ -211,7 +208,7 @@ def backward(
         # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), scale, grads)
+        _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), grads)
     return grads
 
 
@@ -236,18 +233,11 @@ _call, forward_op, backward_op = operator(
 
 
 def span_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None
+) -> Tensor:  # fmt: skip
     r"""Attention in which query i sees the keys first_i ≤ j < last_i, of these only the ones that ``mask`` allows.
 
-    .. math:: y_i = \frac{\sum_{j} e^{s\,q_i\cdot k_j}\, v_j}{\sum_{j} e^{s\,q_i\cdot k_j}},
+    .. math:: y_i = \frac{\sum_{j} e^{q_i\cdot k_j/\sqrt{w}}\, v_j}{\sum_{j} e^{q_i\cdot k_j/\sqrt{w}}},
               \qquad \mathrm{first}_i \le j < \mathrm{last}_i,\; \mathrm{mask}_j
 
     A local window, a causal window, a prefix and a padded sequence are all runs of keys. Work and memory follow the
@@ -260,7 +250,6 @@ def span_attention(
         first: the first key of each query's run, ``(n,)`` or ``(batch, n)``, int32 or int64, never decreasing along n.
         last: one past its last key, likewise. Keys outside [0, m) are ignored.
         mask: ``(batch, m)`` bool, True at keys that may be seen; the others are not read, whatever they hold.
-        scale: s > 0; default 1/√width.
 
     Returns:
         ``(batch, n, heads, width)``, q's dtype, contiguous.
@@ -269,7 +258,7 @@ def span_attention(
 
     Raises:
         TypeError: a dtype is not one of these, or q, k and v differ in it.
-        ValueError: shapes don't fit, scale is not > 0, or the tensors are on different devices.
+        ValueError: shapes don't fit, or the tensors are on different devices.
         NotImplementedError: for second and forward-mode derivatives.
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691), with runs of keys in place of one causal flag.
@@ -286,18 +275,15 @@ def span_attention(
     """
     _check(q, k, v)
     runs = _checked("span_attention", "q", q, k, first, last, mask)
-    if scale is not None:
-        arguments.number("span_attention", "scale", scale, arguments.LARGEST)
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    return _call(q, k, v, *runs, mask, scale)  # type: ignore[no-any-return]
+    return _call(q, k, v, *runs, mask)  # type: ignore[no-any-return]
 
 
 def packed_forward(qkv: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, denominators, rotated queries and keys: `rotary_attention` without checks and autograd."""
     qk, v = split(qkv.contiguous())
-    turned = _rotary(qk, None, BASE)
+    turned = _rotary(qk, None)
     q, k = turned.chunk(2, dim=2)
-    return *forward(q, k, v, first, last, mask, 1 / math.sqrt(max(qkv.shape[-1], 1))), turned
+    return *forward(q, k, v, first, last, mask), turned
 
 
 def packed_backward(
@@ -308,8 +294,8 @@ def packed_backward(
     grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     (_, v), (dqk, dv) = split(qkv.contiguous()), split(grad)
     (q, k), (dq, dk) = turned.chunk(2, dim=2), dqk.chunk(2, dim=2)
-    backward(dout, q, k, v, out, lse, first, last, mask, 1 / math.sqrt(max(qkv.shape[-1], 1)), (dq, dk, dv))
-    apply_rotary(dqk, None, BASE, True, dqk)
+    backward(dout, q, k, v, out, lse, first, last, mask, (dq, dk, dv))
+    apply_rotary(dqk, None, True, dqk)
     return grad
 
 

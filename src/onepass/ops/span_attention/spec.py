@@ -30,7 +30,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     ends = torch.stack((i // 10 * 3, torch.full_like(i, 7)))
     yield Sample("prefix per row", (*_qkv(make, 2, 40, 13, 2, 8), torch.zeros_like(ends), ends))
     yield Sample("odd width", (*_qkv(make, 1, 5, 9, 2, 5), torch.zeros_like(i[:5]), i[:5] + 5))
-    yield Sample("scale", (*_qkv(make, 1, 3, 4, 1, 4), i[:3], i[:3] + 2), {"scale": 0.3})
     many = torch.arange(150, device=device)
     yield Sample("two tiles", (*_qkv(make, 1, 150, 200, 1, 16), many, many + 45))
     yield Sample("one query, one key", (*_qkv(make, 1, 1, 1, 1, 1), i[:1], i[:1] + 1))
@@ -56,7 +55,6 @@ _BAD = (
     BadCall("float span", _call(first=torch.ones(3)), TypeError, "first must be int32 or int64"),
     BadCall("short span", _call(last=torch.arange(2)), ValueError, r"last must be \(n,\)"),
     BadCall("float mask", _call(mask=torch.ones(2, 5)), TypeError, "mask must be bool"),
-    BadCall("scale", _call(scale=0.0), ValueError, "scale must be > 0, got 0.0"),
     BadCall("mask elsewhere", _call(mask=torch.ones(2, 5, device="meta").bool()), ValueError, "mask is on meta but q"),
     BadCall("mask of queries", _call(mask=torch.ones(2, 3).bool()), ValueError, "mask must be"),
 )
@@ -67,7 +65,6 @@ def _rotary_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("in order", (make(2, 5, 3, 8),))
     yield Sample("positions", (make(2, 3, 2, 16), positions))
     yield Sample("shared positions", (make(2, 3, 1, 6), positions[0]))
-    yield Sample("base", (make(1, 40, 1, 4),), {"base": 100.0})
     yield Sample("one pair", (make(2, 3, 2, 2), positions))
     yield Sample("one token", (make(1, 1, 1, 6), positions[:1, 1:2]))
     yield Sample("no tokens", (make(2, 0, 3, 8),))
@@ -78,7 +75,6 @@ _ROTARY_BAD = (
     BadCall("odd width", lambda: rotary(torch.ones(2, 3, 1, 5)), ValueError, "must be even, got 5"),
     BadCall("integer x", lambda: rotary(torch.ones(2, 3, 1, 4).int()), TypeError, "int32"),
     BadCall("positions", lambda: rotary(torch.ones(2, 3, 1, 4), torch.arange(4)), ValueError, "positions must be"),
-    BadCall("base", lambda: rotary(torch.ones(2, 3, 1, 4), base=0.0), ValueError, "base must be > 0, got 0.0"),
     BadCall("floats", lambda: rotary(torch.ones(2, 3, 1, 4), torch.ones(3)), TypeError, "positions must be int64"),
 )
 

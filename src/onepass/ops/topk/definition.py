@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from onepass.core import check
 from onepass.core.eager import visible
-from onepass.core.launch import cdiv
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.definition import definition as soft_topk
 
@@ -94,10 +93,12 @@ def clamped(n: int, start: Tensor | None, lengths: Tensor | None) -> tuple[Tenso
 
 # scores of the rows that are done at a time by one thread, which stay in its cache
 AT_ONCE = 1 << 18
-# rows up to this width are selected by distinct numbers: ties cost nothing there
-NARROW = 512
-# a block's columns, as a power of 2: what equals the k-th score is counted by blocks; columns that are looked at first
-BLOCK_BITS, FIRST = 6, 1024
+# columns of a block; least rows of WORTH·k blocks, and least scores of all rows, that are selected from the best blocks
+BLOCK, WORTH, LEAST_COLUMNS, LEAST = 32, 16, 1 << 13, 1 << 17
+# up to this part of a row torch.topk keeps a heap, which is cheaper than numbers
+OF_HEAP = 64
+# longest rows whose 16-bit scores and columns share 32 bits
+MOST_OF_16 = 1 << 16
 
 
 def select(
@@ -110,157 +111,108 @@ def select(
     is_sorted: bool,
     index_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return values and indices of the k largest valid scores, padded; n ≥ 0."""
+    """Return values and indices of the k largest valid scores, padded; k ≤ n, or n = 0."""
     n, shape, missing = scores.shape[-1], (*scores.shape[:-1], k), -math.inf if largest else math.inf
-    kept = min(k, n)
-    if not kept or not scores.numel():
+    if not k or not scores.numel():
         return scores.new_full(shape, missing), scores.new_full(shape, -1, dtype=index_dtype)
     rows = masked(scores, mask, start, lengths, missing).reshape(-1, n)
-    # only a CPU's results can be looked at without waiting for a device
-    on_cpu = rows.device.type == "cpu"
-    if not on_cpu:
-        values, indices = _by_sort(rows, kept, largest)
-    elif n > NARROW or rows.element_size() == 8:
-        values, indices = _by_topk(rows, kept, largest, is_sorted)
-    else:
-        parts = rows.split(max(1, AT_ONCE * torch.get_num_threads() // n))  # type: ignore[no-untyped-call]
-        found = [_by_number(part, kept, largest) for part in parts]
-        values, indices = found[0] if len(found) == 1 else (torch.cat(t) for t in zip(*found, strict=True))
+    found, blocks = candidates(rows, k, largest)
+    indices = _best(found, k, largest)
+    if blocks is not None:
+        indices = blocks.gather(-1, indices // BLOCK) * BLOCK + indices % BLOCK
+    values = rows.gather(-1, indices)
     # what is missing stays last
     lost = values == missing
-    some_lost = not on_cpu or bool(lost.any())
+    # only a CPU's results can be looked at without waiting for a device
+    some_lost = rows.device.type != "cpu" or bool(lost.any())
     if some_lost:
         indices = indices.masked_fill(lost, n)
     if not is_sorted:
         values, indices = _by_column(values, indices, n)
     if some_lost:
         indices = indices.masked_fill(indices == n, -1)
-    if kept < k:
-        values, indices = (
-            functional.pad(t, (0, k - kept), value=value) for t, value in ((values, missing), (indices, -1))
-        )
     # not views, which autograd forbids to change in place
     shaped = torch.ops.aten._unsafe_view
     return shaped(values, shape), shaped(indices.to(index_dtype), shape)
 
 
-def _by_sort(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the k best scores and their columns, best first, without looking at a value on the host."""
-    # one NaN for all: a GPU sorts them by their sign
-    keys = (rows if largest else -rows).masked_fill(rows.isnan(), math.nan)
-    indices = keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
-    return rows.gather(-1, indices), indices
+def candidates(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor | None]:
+    """Return scores among which the k best of each row are, in order of their columns, and their blocks if not all.
 
-
-def _by_number(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the k best scores and their columns by numbers of a score's order and, below it, its column.
-
-    No two numbers are equal. The bits of a float, as an integer, are in its order, if those of negative numbers are
-    inverted.
+    A row's k best stand in the k best of its blocks, these in order of their own best, then of their columns: the bests
+    of k other blocks come before any score of another one. What is behind the last whole block counts as one more.
     """
     n = rows.shape[-1]
+    whole = n // BLOCK
+    if whole < WORTH * k or n < LEAST_COLUMNS or rows.numel() < LEAST:
+        return rows, None
+    blocks, parts = rows.unfold(-1, BLOCK, BLOCK), _parts(rows)
+    # maxima of 16 bits take torch several times as long as of fp32; new memory for each part would cost as much again
+    room = None if rows.element_size() > 2 else torch.empty_like(blocks[parts[0]], dtype=torch.float32)
+    wide = (blocks[at] if room is None else room[: len(blocks[at])].copy_(blocks[at]) for at in parts)
+    tops = torch.cat([part.amax(-1) if largest else part.amin(-1) for part in wide])
+    chosen = _best(tops, k, largest).sort(dim=-1).values
+    found = blocks[torch.arange(len(rows), device=rows.device)[:, None], chosen].flatten(1)
+    return torch.cat((found, rows[:, whole * BLOCK :]), -1), functional.pad(chosen, (0, 1), value=whole)
+
+
+def _parts(rows: Tensor) -> list[slice]:
+    """Return which rows are done at a time; on a GPU all of them, as each part would cost launches."""
+    height = len(rows) if rows.is_cuda else AT_ONCE * torch.get_num_threads() // rows.shape[-1]
+    return [slice(at, at + max(1, height)) for at in range(0, max(1, len(rows)), max(1, height))]
+
+
+def _best(rows: Tensor, k: int, largest: bool) -> Tensor:
+    """Return the columns of the k best scores, best first and the first of equals first."""
+    size, n = rows.element_size(), rows.shape[-1]
+    if rows.device.type != "cpu":
+        return _by_sort(rows, k, largest)
+    slowly, found = _by_sort if size == 8 else _by_number, []
+    heap = k < n and (size == 8 or (size == 4 and (k + 1) * OF_HEAP <= n))
+    for at in _parts(rows):
+        if not heap:
+            found.append(slowly(rows[at], k, largest))
+            continue
+        # one more shows whether the k-th has equals
+        values, indices = rows[at].topk(k + 1, largest=largest)
+        again = (values[:, 1:] == values[:, :-1]).any(-1)
+        if not math.isfinite(rows[at].sum().item()):
+            again.logical_or_(rows[at].isnan().any(-1))
+        if again.any():
+            indices[again, :k] = slowly(rows[at][again], k, largest)
+        found.append(indices[:, :k])
+        # where many rows have equals, those that follow will, too
+        heap = 4 * int(again.sum()) <= len(again)
+    return torch.cat(found)
+
+
+def _by_sort(rows: Tensor, k: int, largest: bool) -> Tensor:
+    """Return `_best` without looking at a value on the host."""
+    # one NaN for all: a GPU sorts them by their sign
+    keys = (rows if largest else -rows).masked_fill(rows.isnan(), math.nan)
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+def _by_number(rows: Tensor, k: int, largest: bool) -> Tensor:
+    """Return `_best` by numbers of a score's order and, below it, its column from the end: no two are equal."""
+    n = rows.shape[-1]
     # 16 bits of score and as many of column, or 32
-    half, bits, wide = (16, torch.int16, torch.int32) if rows.element_size() == 2 else (32, torch.int32, torch.int64)
+    if rows.element_size() == 2 and n <= MOST_OF_16:
+        half, bits, wide = 16, torch.int16, torch.int32
+    else:
+        half, bits, wide, rows = 32, torch.int32, torch.int64, rows.float()
     highest = (1 << (half - 1)) - 1
     # adding 0 makes +0 of −0
     keys = rows + 0.0 if largest else 0.0 - rows
+    finite = math.isfinite(keys.sum().item())
+    # the bits of a float, as an integer, are in its order, if those of negative numbers are inverted
     order = keys.view(bits)
-    order = order ^ ((order >> half - 1) & highest)
-    if not math.isfinite(keys.sum().item()):
-        order.masked_fill_(keys.isnan(), highest)
-    number = order.to(wide).bitwise_left_shift_(half).add_(torch.arange(n - 1, -1, -1, dtype=wide, device=rows.device))
-    best = number.topk(k).values.bitwise_and_((1 << half) - 1)
-    indices = best.neg_().add_(n - 1).long()
-    return rows.gather(-1, indices), indices
-
-
-def _by_topk(rows: Tensor, k: int, largest: bool, is_sorted: bool) -> tuple[Tensor, Tensor]:
-    """Return the k best scores and their columns by torch.topk, which decides ties arbitrarily.
-
-    It chooses a few more than k: mostly all scores equal to the k-th are among them, and are put in order there.
-    """
-    n = rows.shape[-1]
-    # up to a 64th of a row torch.topk keeps a heap, which is cheaper than what it does beyond
-    room = min(k + 1 + k // 8, n if k > n // 64 else n // 64)
-    values, indices = rows.topk(room, largest=largest)
-    last = values[:, k - 1 : k]
-    same = values[:, 1:] == values[:, :-1]
-    # rows in which scores equal to the k-th are left over; what is missing takes no index
-    left = (values[:, -1:] == last) & (last != (-math.inf if largest else math.inf))
-    some_left = room < n and bool(left.any())
-    if some_left:
-        same &= ~(left & (values[:, 1:] == last))
-    if not is_sorted:
-        # the order among the chosen is of no account
-        same &= (values[:, 1:] == last) & (values[:, k:] == last).any(-1, keepdim=True)
-    some_same = bool(same.any())
-    if some_same:
-        _order_equals(indices, same, n)
-    # copies: a view would keep what is beyond k, and its stride
-    values, indices = values[:, :k].clone(), indices[:, :k].clone()
-    if some_left:
-        wanted = ((values == last) & left).sum(-1, keepdim=True)
-        _first_equals(rows, last, left[:, 0].nonzero()[:, 0], wanted, indices, max(FIRST, 4 * k))
-    if (some_left or some_same) and (values == 0).any():
-        # equal scores have equal bits, but for zeros of both signs
-        values = rows.gather(-1, indices)
-    # torch.topk has NaN first, or last of the smallest; the sum of infinities may be NaN, too
-    nan = values[:, 0].isnan() if largest else rows.sum(-1).isnan()
-    if nan.any():
-        values[nan], indices[nan] = _by_sort(rows[nan], k, largest)
-    return values, indices
-
-
-def _order_equals(indices: Tensor, same: Tensor, n: int) -> None:
-    """Put runs of equal values in order of their columns; same: whether a value equals the one before it."""
-    first = functional.pad(~same, (1, 0), value=True)
-    places = (~first | functional.pad(same, (0, 1))).view(-1).nonzero()[:, 0]
-    run = first.view(-1).index_select(0, places).cumsum(0)
-    flat = indices.view(-1)
-    # one sort for all rows: a run's columns stay in its places
-    flat[places] = (run * n + flat.index_select(0, places)).sort().values % n
-
-
-def _first_equals(rows: Tensor, last: Tensor, some: Tensor, wanted: Tensor, indices: Tensor, width: int) -> None:
-    """Write the first columns whose scores equal the last chosen to the end of a row's indices.
-
-    some: which rows; wanted: how many columns. Rows with too few of them in the first `width` columns are looked at
-    again, whole.
-    """
-    n, k = rows.shape[-1], indices.shape[-1]
-    width = width if 2 * width < n else n
-    block_size = 1 << BLOCK_BITS
-    blocks = cdiv(width, block_size)
-    for part in some.split(max(1, AT_ONCE * torch.get_num_threads() // width)):  # type: ignore[no-untyped-call]
-        begin, end = int(part[0]), int(part[-1]) + 1
-        seen = rows[:, :width]
-        if end - begin < 2 * len(part):
-            # no copy; of the rows between nothing is wanted
-            part, seen = torch.arange(begin, end, device=rows.device), seen[begin:end]
-        else:
-            seen = seen.index_select(0, part)
-        # 1 or 0 in the scores' dtype, which torch compares faster than into bools
-        equal = seen.new_empty(len(part), blocks * block_size)
-        equal[:, width:] = 0
-        torch.eq(seen, last.index_select(0, part), out=equal[:, :width])
-        count = equal.view(-1, blocks, block_size).sum(-1).long()
-        before = count.cumsum(-1) - count
-        want = wanted.index_select(0, part)
-        lacks = before[:, -1:] + count[:, -1:] < want
-        if lacks.any():
-            _first_equals(rows, last, part[lacks[:, 0]], wanted, indices, n)
-            want = want.masked_fill(lacks, 0)
-        # blocks that hold wanted columns; each column's block, rank within the row, and place among the indices
-        held = ((count > 0) & (before < want)).view(-1).nonzero()[:, 0]
-        found = equal.view(-1, block_size).index_select(0, held).view(-1).nonzero()[:, 0]
-        count, before = (t.view(-1).index_select(0, held) for t in (count, before))
-        row, block = held // blocks, found >> BLOCK_BITS
-        rank = torch.arange(len(found), device=rows.device) + (before - count.cumsum(0) + count).index_select(0, block)
-        want = want.view(-1).index_select(0, row)
-        take = (rank < want.index_select(0, block)).nonzero()[:, 0]
-        block, rank, found = (t.index_select(0, take) for t in (block, rank, found))
-        place = (part.index_select(0, row) * k + k - want).index_select(0, block) + rank
-        indices.view(-1)[place] = ((held % blocks) * block_size).index_select(0, block) + (found & (block_size - 1))
+    order ^= (order >> half - 1).bitwise_and_(highest)
+    if not finite:
+        order.masked_fill_(rows.isnan(), highest)
+    from_end = torch.arange(n - 1, -1, -1, dtype=wide, device=rows.device)
+    number = order.to(wide).bitwise_left_shift_(half).bitwise_or_(from_end)
+    return number.topk(k).values.bitwise_and_((1 << half) - 1).neg_().add_(n - 1).long()
 
 
 def _by_column(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from onepass.core.launch import cdiv, launch, sm_count
 
@@ -68,7 +67,7 @@ def _layout(rows: Rows) -> _Layout:
     s, *others, _ = rows
     unit = 1 if s.data_ptr() % 16 else math.gcd(16, s.shape[1], s.stride(0))
     strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in others)
-    options = unit, rows.largest, plan.constant_bits(s.dtype)
+    options = unit, rows.largest, plan.CONSTANT_BITS.get(s.dtype, 0)
     return _Layout(strides, s.shape[1] // unit, options)
 
 
@@ -174,18 +173,12 @@ def _merged(
 def select(
     rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...]
 ) -> Found:
-    """Select the k largest of each row; results are (*lead, k).
+    """Select the k ≤ n largest of each row; results are (*lead, k).
 
     is_sorted: best first, else ascending indices. Gates are 1, or those of soft (rows, n), contiguous.
     """
     s = rows.s
     n_rows, n_cols = s.shape
-    if k > n_cols:
-        # select n, then pad
-        found = select(rows, n_cols, is_sorted, soft, index_dtype, lead)
-        more = (0, k - n_cols)
-        values = pad(found.values, more, value=-math.inf if rows.largest else math.inf)
-        return Found(pad(found.indices, more, value=-1), values, pad(found.gates, more))
     size = (*lead, k)
     values = torch.empty(size, dtype=s.dtype, device=s.device)
     gates, indices = torch.empty_like(values), torch.empty(size, dtype=index_dtype, device=s.device)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onepass.core import check
 from onepass.core.eager import plain
@@ -24,19 +25,20 @@ from . import definition
 _kernels = functools.cache(lambda: import_module(".kernels_select", __package__))
 
 
-def _index_dtype(narrow: bool) -> torch.dtype:
-    """Return the indices' dtype."""
-    return torch.int32 if narrow else torch.int64
-
-
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, index_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return (values, gates, indices, solution of soft_topk); k ≥ 1, n ≥ 1.
 
     Hard gates are 1 and need no solution: backward solves, if it is ever called.
     """
+    if k > scores.shape[-1]:
+        # select all, then pad
+        given, more = (scores, eps, mask, start, lengths, scores.shape[-1]), (0, k - scores.shape[-1])
+        *found, state = forward(*given, eps_value, kind, hard, largest, is_sorted, index_dtype)
+        fill = zip(found, (-math.inf if largest else math.inf, 0.0, -1), strict=True)
+        return *(functional.pad(t, more, value=value) for t, value in fill), state  # type: ignore[return-value]
     soft = state = None
     if not hard:
         valid = definition.allowed(scores, mask, start, lengths)
@@ -45,11 +47,9 @@ def forward(
         starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
         rows = _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
         soft = None if soft is None else soft.view(-1, scores.shape[-1])
-        found = _kernels().select(rows, k, is_sorted, soft, _index_dtype(narrow), tuple(scores.shape[:-1]))
+        found = _kernels().select(rows, k, is_sorted, soft, index_dtype, tuple(scores.shape[:-1]))
         return found.values, found.gates, found.indices, state
-    values, indices = definition.select(
-        scores, mask, start, lengths, k, largest, is_sorted, _index_dtype(narrow)
-    )  # fmt: skip
+    values, indices = definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype)
     if soft is None:
         return values, definition.hard_gates(values, indices), indices, None
     chosen = soft.gather(-1, indices.clamp(min=0).long())
@@ -137,11 +137,11 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
 
 def _fake(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, index_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     values = scores.new_empty((*scores.shape[:-1], k))
     state = None if hard else scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    return values, torch.empty_like(values), values.new_empty(values.shape, dtype=_index_dtype(narrow)), state
+    return values, torch.empty_like(values), values.new_empty(values.shape, dtype=index_dtype), state
 
 
 _call, forward_op, backward_op = operator(
@@ -153,7 +153,7 @@ _call, forward_op, backward_op = operator(
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
     """`topk` for checked arguments, k ≥ 1, n ≥ 1; without `hard` the gates are those of soft_topk."""
     eps_tensor, eps_value = arguments.split(eps)
-    return _topk(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, False)
+    return _topk(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, torch.int64)
 
 
 def _topk(*args: Any) -> TopK:
@@ -299,7 +299,7 @@ def topk(
             values, zeros = values + nothing, zeros + nothing
         return TopK(values, indices, zeros)
     eps_tensor, eps_value = arguments.split(eps)
-    options = KINDS.index(kind), True, largest, sorted, index_dtype == torch.int32
+    options = KINDS.index(kind), True, largest, sorted, index_dtype
     return _topk(scores, eps_tensor, mask, start, lengths, k, eps_value, *options)
 
 
@@ -339,5 +339,7 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     differentiated = scores.requires_grad and torch.is_grad_enabled()
     if plain(scores, start, lengths) and not differentiated and not uses_triton(scores):
         # the value alone: the order of equal scores does not matter
-        return definition.masked(scores, None, start, lengths, -math.inf).topk(k).values[..., -1]
+        rows = definition.masked(scores, None, start, lengths, -math.inf).reshape(-1, scores.shape[-1])
+        found, _ = definition.candidates(rows, k, True)
+        return found.topk(k).values[..., -1].view(scores.shape[:-1])
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]

@@ -58,7 +58,7 @@ RUN = 1024  # length of a sorted run of more survivors
 WAYS = 4  # runs merged at a time
 MERGED = 128  # elements per program of a merge
 
-CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a 32-bit key, the same for all scores of a dtype
+CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low ones of a 32-bit key, the same for all scores of a dtype
 
 
 class Narrow(NamedTuple):
@@ -174,8 +174,3 @@ def of_sort(n_rows: int, k: int, itemsize: int, sms: int) -> tuple[int, int, int
     warps = block_k * itemsize // SORT_PER_WARP if many else block_k // SORT_PER_WARP_OF_FEW
     registers = SORT_REGISTERS if many and itemsize == 8 else None
     return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, warps)), registers
-
-
-def constant_bits(dtype: torch.dtype) -> int:
-    """Return how many low bits of a key are the same for all scores of this dtype."""
-    return CONSTANT_BITS.get(dtype, 0)
