@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.library import register_autograd, register_vmap
+from torch.library import register_vmap
 
 from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
-from .register import flat
+from .register import flat, register_gradients
 from .sharding import PARTIAL, rules
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -152,8 +152,6 @@ def bind(
                 return gradients(ctx, call_backward_op, *grads)
         return gradients(ctx, backward, *grads)
 
-    run_once = once(name, run_backward)
-
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
@@ -161,38 +159,22 @@ def bind(
             save(ctx, args, out)
             return public(out)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return run_once(ctx, *grads)
-
+        backward = staticmethod(once(name, run_backward))
         jvp = staticmethod(refuse_tangents)
 
     eager: Callable[..., Any] = fast_apply(Eager)
 
     class FuncBackward(torch.autograd.Function):
         generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return backward_op(*args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
+        forward = staticmethod(lambda *args: backward_op(*args))  # noqa: PLW0108  # dynamo compiles this frame
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
         backward = staticmethod(refuse_second)
         jvp = staticmethod(refuse_tangents)
 
     class Func(torch.autograd.Function):
         generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return forward_op(*args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            save(ctx, inputs, output)
+        forward = staticmethod(lambda *args: forward_op(*args))  # noqa: PLW0108  # dynamo compiles this frame
+        setup_context = staticmethod(save)  # type: ignore[assignment]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -200,9 +182,9 @@ def bind(
 
         jvp = staticmethod(refuse_tangents)
 
-    register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), setup_context=save)
+    register_gradients(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), save)
     register_vmap(forward_op, _vmap_rule(forward_op, rows))
-    register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
+    register_gradients(backward_op, refuse_second, lambda ctx, inputs, output: None)
     register_vmap(backward_op, _vmap_rule(backward_op, rows))
 
     @outside_autocast
