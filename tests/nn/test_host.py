@@ -75,7 +75,8 @@ def test_what_torch_is_called_for(name: str, causal: bool) -> None:
         expected = {"mm": 14, "addmm": 1, "t": 10, "view": 4, "split_with_sizes": 2, "sub": 1, "cat": 1, "unbind": 1}
         expected |= {"unbind": 3} if causal else {}
     assert torch_calls_of_a_pass(layer, x) == expected
-    inputs = layer(x).grad_fn.next_functions
+    y = layer(x)  # torch 2.11 frees the node with it
+    inputs = y.grad_fn.next_functions
     assert name == "attention" or {type(node).__name__ for node, _ in inputs if node is not None} == {"AccumulateGrad"}
 
 

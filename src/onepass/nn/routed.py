@@ -136,7 +136,7 @@ class Routed(Layer):
 
     def _branch(self, name: str, tokens: Tensor) -> Tensor:
         """Return what a branch makes of tokens; raise ValueError unless it keeps their shape."""
-        y: Tensor = self._modules[name](tokens)  # type: ignore[misc]
+        y: Tensor = getattr(self, name)(tokens)
         if y.shape != tokens.shape:
             raise ValueError(
                 f"{type(self).__name__}: the {name} branch must keep the shape {tuple(tokens.shape)}, "
