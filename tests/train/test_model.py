@@ -51,7 +51,8 @@ def test_schedule():
     run = config(steps=1000)
     rates = [learning_rate(run, step) for step in range(1000)]
     assert rates[0] == pytest.approx(run.lr / 100)
-    assert rates[99] == rates[100] == max(rates) == run.lr
+    assert rates[99] == rates[100] == run.lr
+    assert max(rates) == run.lr
     assert rates[550] == pytest.approx(run.lr / 2)
     assert rates[-1] < run.lr * 1e-4
     assert all(math.isfinite(learning_rate(config(steps=steps), 0)) for steps in (1, 2, 9, 10))
@@ -97,7 +98,7 @@ def test_metrics_hold_what_the_loop_counts_of_the_routers(train: Callable[..., i
 
 
 def test_experts_are_balanced_once_a_step_and_counted(finished: Path) -> None:
-    """Each step moves every bias by a thousandth or not at all; the last block's experts take what is asked for."""
+    """Each step moves every bias by a thousandth or not at all; the metrics hold the loads."""
     biases = [v for n, v in load_file(finished / "checkpoint.safetensors").items() if n.endswith("expert_bias")]
     moves = torch.stack(biases) * 1000
     assert moves.shape == (2, 4)
@@ -106,10 +107,6 @@ def test_experts_are_balanced_once_a_step_and_counted(finished: Path) -> None:
     for row in (row for row in rows(finished) if "validation_bits_per_byte" in row):
         for name in ("routing/blocks.0.feed_forward", "routing/blocks.1.feed_forward"):
             assert 0 <= row[f"{name}/emptiest"] <= 1 <= row[f"{name}/fullest"] <= 4
-    model, tokens, asked = of_run(finished)[1], torch.randint(256, (2, 32)), torch.arange(0, 32, 5).expand(2, -1)
-    logits, routings = model(tokens, asked)
-    torch.testing.assert_close(logits, model(tokens)[0][:, ::5])
-    assert [int(each.counts.sum()) for each in routings] == [2 * 32 * 2, 2 * 7 * 2]
 
 
 def test_temperature_0_is_the_argmax_of_the_full_forward(causal: Path) -> None:

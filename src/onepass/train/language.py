@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import Decoder, Experts, RMSNorm
+from onepass.nn import Decoder, RMSNorm
 from onepass.train.data import VOCABULARY
 
 NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
@@ -45,22 +43,12 @@ class ByteModel(nn.Module):
         """Return fp32 logits at all positions of (batch, n), or at `asked` (batch, m), and each block's routing."""
         x = self.embed(tokens)
         routing: list[Any] = []
-        with self._answers(tokens, asked):
-            for block in self.blocks:
-                x, chosen = block(x, return_routing=True)
-                routing.append(chosen)
+        for block in self.blocks:
+            x, chosen = block(x, return_routing=True)
+            routing.append(chosen)
         if asked is not None:
             x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
         return self._logits(x), routing
-
-    def _answers(self, tokens: Tensor, asked: Tensor | None) -> Any:
-        """Keep the last block's experts for bytes that are asked for."""
-        last = getattr(self.blocks[-1], "feed_forward", None)
-        if asked is None or not isinstance(last, Experts):
-            return nullcontext()
-        # nothing reads what experts make of the others, which teach no router, and would be most of what is balanced
-        mask = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, asked, True)
-        return last.register_forward_pre_hook(lambda _, given: (given[0], mask))
 
     def decoder(self, batch: int, max_tokens: int, **options: Any) -> Decoder:
         """Return what writes bytes after prompts; options and errors as `Decoder`."""

@@ -55,8 +55,7 @@ def _experts(trace: Trace) -> Look:
         tables.append((caption, rows))
 
     def tip(place: int) -> str:
-        those = "; ".join(" and ".join(map(str, each + 1)) for each in trace.chosen[:, place] if each[0] >= 0)
-        return f"experts {those}" if those else ""
+        return "experts " + "; ".join(" and ".join(map(str, block + 1)) for block in trace.chosen[:, place])
 
     low, high, top_k = np.min(loads), np.max(loads), trace.config.top_k
     sentence = (
@@ -108,8 +107,7 @@ def _surprise(trace: Trace) -> Look:
 
 def _parts(chosen: NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """Return the part of the choices that each expert has."""
-    chosen = chosen[chosen >= 0]
-    return np.bincount(chosen, minlength=count) / max(1, chosen.size)
+    return np.bincount(chosen.ravel(), minlength=count) / max(1, chosen.size)
 
 
 def _shades(words: list[str]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ class Trace:
     content: bytes
     total: int  # bytes of the whole file, of which `content` is the beginning
     config: Config
-    chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch; −1: none
+    chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch, else −1
     hidden: NDArray[np.bool_]
     guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
     chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
