@@ -222,7 +222,7 @@ def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
     rows = n if symbolic(n) else next_power_of_2(n)
     cos, sin = known(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
-    return cos[:n], sin[:n]
+    return (cos, sin) if rows == n else (cos[:n], sin[:n])
 
 
 def _angles(rows: int, width: int, wide: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
