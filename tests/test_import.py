@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -227,7 +228,10 @@ def test_ctrl_c_while_torch_loads(run: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     (tmp_path / "onepass").write_text("from onepass.__main__ import main\nmain()\n")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(onepass.__file__).parents[1]}"}
+    # of what a shell started in the background Ctrl-C is ignored, and of its children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     done = subprocess.run([sys.executable, *run], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    signal.signal(signal.SIGINT, before)
     if run[0] == "-c":
         assert "KeyboardInterrupt" in done.stderr
     else:
