@@ -16,13 +16,13 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2515, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2498, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3626, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4330, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2546, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2945, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1597, 1000),
-    "layers": ("src/onepass/fused src/onepass/nn", 6169, 5700),
+    "layers": ("src/onepass/fused src/onepass/nn", 6180, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1200, 1150),
     "doctor": ("src/onepass/doctor", 461, 461),
     "train": ("src/onepass/train", 2881, 2900),

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.library import register_vmap
+from torch.library import register_autograd, register_vmap
 
 from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
-from .register import flat, register_gradients
+from .register import flat
 from .sharding import PARTIAL, rules
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -182,9 +182,9 @@ def bind(
 
         jvp = staticmethod(refuse_tangents)
 
-    register_gradients(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), save)
+    register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), setup_context=save)
     register_vmap(forward_op, _vmap_rule(forward_op, rows))
-    register_gradients(backward_op, refuse_second, lambda ctx, inputs, output: None)
+    register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
     register_vmap(backward_op, _vmap_rule(backward_op, rows))
 
     @outside_autocast

@@ -6,14 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from types import GenericAlias, SimpleNamespace
+from types import GenericAlias
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import Library, infer_schema, register_autograd
+from torch.library import Library, infer_schema
 
-from .eager import is_plain_eager_call
 from .sharding import Rule, add_rule, register_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,8 +20,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 # the package's name: a copy of the package under another name registers operators of its own
 NAMESPACE = __name__.partition(".")[0]
 _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-# what each operator runs
-_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def filled(found: Iterable[Tensor | None], args: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -88,25 +85,11 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None, 
     returned = GenericAlias(tuple, (Tensor,) * results) if results else Tensor
     prototype.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
-    _FUNCTIONS[name] = run if may_be_none or grouped else function
-    _LIBRARY.impl(name, _FUNCTIONS[name], "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run if may_be_none or grouped else function, "CompositeExplicitAutograd")
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)
     return op
-
-
-def register_gradients(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Register an operator's gradients; a call that needs none and that nothing intercepts runs at once: 3 µs less."""
-
-    def impl(name: str, kernel: Any, key: str, **options: Any) -> None:
-        def run(keys: Any, *args: Any) -> Any:
-            at_once = not torch.is_grad_enabled() and is_plain_eager_call(args)
-            return _FUNCTIONS[name](*args) if at_once else kernel(keys, *args)
-
-        _LIBRARY.impl(name, run, key, **options)
-
-    register_autograd(op, backward, setup_context=save, lib=SimpleNamespace(impl=impl))  # type: ignore[arg-type]
 
 
 def register_fake(op: Any) -> Callable[[F], F]:

@@ -7,7 +7,7 @@ how each router chooses, and of windows of how many tokens (0: of the whole sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,24 @@ from . import branch
 from .choice import choose_within, choose_within_backward
 from .norms import way
 
-# what `backward` takes of each choice: gradients of its normed rows and its gates, its norm, whether that learns,
-# statistics, and what `choose_within` returns, but for what queries see
-FIELDS = 9
+
+class Chosen(NamedTuple):
+    """What `backward` takes of each choice."""
+
+    d_rows: Tensor | None  # gradient of the normed rows
+    d_gates: Tensor | None
+    norm: Tensor | None
+    learns: bool  # whether the norm does
+    stats: Tensor  # of the norm
+    gates: Tensor  # these four as `choose_within` returns them
+    indices: Tensor
+    state: Tensor | None
+    where: Tensor | None
+
+
+def _lists(fields: Sequence[Any]) -> list[Chosen]:
+    size = len(Chosen._fields)
+    return [Chosen(*fields[i : i + size]) for i in range(0, len(fields), size)]
 
 
 def gates_gradient(needs: Sequence[bool], own: Tensor | None, given: Tensor | None) -> Tensor | None:
@@ -74,33 +89,31 @@ def _backward(
     With `need_sums` these begin with the light norm and, if the scores have a gradient, the vectors; then come the
     norms of chosen tokens that learn.
     """
-    (batch, n, d), lists = x.shape, [fields[i : i + FIELDS] for i in range(0, len(fields), FIELDS)]
+    (batch, n, d), lists = x.shape, _lists(fields)
     tokens = batch * n
-    if any(d_gates is not None for _, d_gates, *_ in lists):
+    if any(c.d_gates is not None for c in lists):
         ds = torch.empty_like(scores)
         of_routers = (t.view(len(lists), batch, n) for t in (scores, ds))
-        for (how, window), (_, d_gates, _, _, _, *choice), *of_router in zip(
-            plan.choices, lists, *of_routers, strict=True
-        ):
-            choose_within_backward(d_gates, mask, how, window, *choice, *of_router)
+        for (how, window), c, *of_router in zip(plan.choices, lists, *of_routers, strict=True):
+            choose_within_backward(c.d_gates, mask, how, window, *c[5:], *of_router)
         d_scores = ds if d_scores is None else ds + d_scores
     vectors = None if d_scores is None else vectors  # type: ignore[assignment]
     norm = way(x, light_norm, vectors)
     begin = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
-    partials, width = None, begin + d * sum(learns for _, _, _, learns, *_ in lists)
+    partials, width = None, begin + d * sum(c.learns for c in lists)
     if width:
         dtype = torch.promote_types(x.dtype, torch.float32)
         partials = torch.empty((norm.programs(x, tokens), width), dtype=dtype, device=x.device)
     updates = []
-    for d_rows, _, of_list, learns, of_rows, _, indices, *_ in lists:
-        if d_rows is not None:
-            into = partials[:, begin:] if learns and partials is not None else None
-            (update,) = way(x, of_list, None).backward(
-                d_rows.view(*indices.shape, d), x, indices, None, of_list, None, of_rows, None, None, None, 1, need_x,
-                into, None,
+    for c in lists:
+        if c.d_rows is not None:
+            into = partials[:, begin:] if c.learns and partials is not None else None
+            (update,) = way(x, c.norm, None).backward(
+                c.d_rows.view(*c.indices.shape, d), x, c.indices, None, c.norm, None, c.stats, None, None, None, 1,
+                need_x, into, None,
             )  # fmt: skip
-            updates.append((update, indices))
-            begin += d if learns else 0
+            updates.append((update, c.indices))
+            begin += d if c.learns else 0
     dx = None
     if need_x or need_sums:
         (dx,) = norm.backward(
@@ -123,20 +136,18 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, of the vectors, (1, d) each, and of the norms: through norms, choices and scores.
 
-    `needs` are of x, of all vectors and of the light norm; FIELDS of each choice follow.
+    `needs` are of x, of all vectors and of the light norm; the fields of each choice, `Chosen`, follow.
     """
     (need_x, need_vectors, need_light), (n, d) = needs, vectors.shape
     dx, sums = _backward(
         x, vectors, light_norm, mask, scores, stats, plan, d_normed, g_scores if need_x or need_vectors else None,
         explore_grad, None if residual is None else residual.contiguous(), need_x, need_vectors or need_light, *fields,
     )  # fmt: skip
+    lists = _lists(fields)
     if sums is None:
-        return dx, *(None,) * (n + 1 + len(fields) // FIELDS)
+        return dx, *(None,) * (n + 1 + len(lists))
     totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
-    of_norms = [
-        branch.to(totals.pop(), fields[i + 2].dtype) if fields[i + 3] else None
-        for i in range(len(fields) - FIELDS, -1, -FIELDS)
-    ]
+    of_norms = [branch.to(totals.pop(), c.norm.dtype) if c.learns and c.norm is not None else None for c in lists[::-1]]
     of_norms.append(branch.to(totals[0], light_norm.dtype) if need_light and light_norm is not None else None)
     if need_vectors and len(totals) > 1:
         return dx, *[branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]], *of_norms[::-1]

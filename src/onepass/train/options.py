@@ -58,7 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "device": "where to train (default: auto, cuda if there is one)",
     }
     for name, what in helps.items():
-        add(f"--{name}", choices=("auto",) * (name == "device") + CHOICES[name], help=what)
+        add(f"--{name}", choices=("auto", *CHOICES[name]) if name == "device" else CHOICES[name], help=what)
     for name, what in NUMBERS.items():
         values = tuple(str(preset[name]) for preset in PRESETS.values() if name in preset)
         default = f" (default: {' or '.join(values)}, by preset)" if values else ""
