@@ -319,7 +319,7 @@ class Machine(RuleBasedStateMachine):
             assert norm.shape == ()
             assert abs(norm - want) <= 1e-5 * want
             assert all(torch.equal(g, p.grad) for g, (p, _) in zip(given, live, strict=True))
-            factor = min(1.0, limit / (float(want) + 1e-6))
+            factor = min(1.0, limit / (float(norm) + 1e-6))  # that of fp32 gradients is fp32, beside float64 ones too
             if way == "forgotten clip":
                 kept, factor = [p.grad for p, _ in live], 1.0
                 optimizer.zero_grad()
