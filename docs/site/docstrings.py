@@ -15,8 +15,8 @@ BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
 TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)+?)\1\2\n((?:.*\n)+?)\1\2$", re.MULTILINE)
 INLINE = re.compile(r":math:`([^`]+)`")
 ROLE = re.compile(r":(?:func|class|meth):(?=`)")
-# what is returned stands before a colon, and is shown as code already
-RETURNS = re.compile(r"(?<=^Returns:\n)( +)(.*?): ", re.MULTILINE)
+# griffe would read what stands before a colon of the first line as a type: it gets the signature's
+RETURNS = re.compile(r"(?<=^Returns:\n) +", re.MULTILINE)
 # the section's name that griffe knows: its prompts become code, under any other name they become quotations
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 
@@ -28,7 +28,8 @@ class Mathematics(griffe.Extension):
         if obj.docstring:
             text, *example = EXAMPLE.split(obj.docstring.value)
             text = ROLE.sub("", BLOCK.sub(_fenced, TABLE.sub(_table, text)))
-            text = RETURNS.sub(lambda found: found[0].replace("``", ""), text)
+            if isinstance(obj, griffe.Function) and obj.returns:
+                text = RETURNS.sub(rf"\g<0>{obj.returns}: ", text)
             text = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, text))
             obj.docstring.value = "Examples:".join([text, *example])
 

@@ -33,9 +33,11 @@ FOLDERS = {
     "ops/lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
     "fused": (
         "nn.TransformerBlock", "nn.RoutedBlock", "nn.RoutedFeedForward", "nn.RoutedAttention",
-        "nn.RoutedCrossAttention", "nn.Routed", "nn.Decoder", "nn.routing_stats", "nn.graphed",
+        "nn.RoutedCrossAttention", "nn.Routed", "nn.Decoder", "nn.routing_stats", "nn.graphed.graphed",
     ),
 }  # fmt: skip
+# its module has the same name
+OPTIONS = {"nn.graphed.graphed": "    options:\n      heading: onepass.nn.graphed\n      toc_label: graphed\n"}
 # file of the repository → page of the site
 PAGES = {
     "README.md": "index.md",
@@ -46,11 +48,15 @@ PAGES = {
     "research/budget/README.md": "budget.md",
     **{f"src/onepass/{name}/README.md": f"operators/{posixpath.basename(name)}.md" for name in FOLDERS},
 }
-# pages whose tables take the room of the list of headings
-WIDE = ("examples.md", "performance.md", "reliability.md", "files/benchmarks/results/bars.md")
+# pages whose tables and pictures take the room of the list of headings
+WIDE = ("examples.md", "performance.md", "evidence.md", "reliability.md", "files/benchmarks/results/bars.md")
 # lab notes and raw records are read by who follows a link
 UNSEARCHED = ("lab/", "files/", "budget.md", "measuring.md", "changelog.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+# the ends of a name's parts, where a phone may break it, and code in the cells of tables
+JOINT = re.compile(r"(?<=[A-Za-z][._/=(])(?=[A-Za-z0-9\"&])(?!py\b)|(?<=[a-z])(?=[A-Z])")
+CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
 
@@ -117,7 +123,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         # the README's example first, then the package's own words, then the rest of the README
         place = f"operators/{posixpath.basename(name)}.md"
         start, _, rest = site.files[place].content_string.partition("\n## ")
-        api = "\n".join(f"::: onepass.{member}\n" for member in members)
+        api = "\n".join(f"::: onepass.{member}\n{OPTIONS.get(member, '')}" for member in members)
         inside = f"\n## Inside\n{deeper(f'## {rest}')}" if rest else ""
         site.files[place] = File.generated(config, place, content=f"{start}\n\n{api}{inside}")
     for file in list(files):
@@ -146,6 +152,15 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         return markdown
     text: str = config.extra["site"].rewritten(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
     return text
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Say where code in a table may break: a browser breaks it anywhere, or not at all."""
+
+    def cell(found: re.Match[str]) -> str:
+        return CODE.sub(lambda code: JOINT.sub("<wbr>", code[0]), found[0])
+
+    return CELL.sub(cell, html)
 
 
 def formula(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:

@@ -1,7 +1,8 @@
 """Check a built site: every link and picture leads to a file that is there, every fragment to an element with that id.
 
 MkDocs checks Markdown links; this also reads what themes, docstrings and raw HTML wrote. It finds examples whose
-prompts (>>>) Markdown read as quotations, and tables and lists that it read as text, too.
+prompts (>>>) Markdown read as quotations, tables, lists and marks of code that it read as text, and a module in the
+place of the function that has its name, too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ class Page(HTMLParser):
         super().__init__()
         self.links: set[str] = set()
         self.ids: set[str] = set()
-        self.quotes = self.flat = False
+        self.quotes = self.flat = self.module = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.quotes = self.quotes or tag == "blockquote"
         for name, value in attrs:
+            self.module = self.module or (name == "class" and "doc-symbol-heading doc-symbol-module" in (value or ""))
             if name in ("href", "src") and value:
                 self.links.add(value)
             if name in ("id", "name") and value:
@@ -32,7 +34,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         code = self.lasttag in ("code", "pre", "span", "style", "script")
-        self.flat = self.flat or (not code and ("|---" in data or "\n- " in data))
+        self.flat = self.flat or (not code and any(mark in data for mark in ("|---", "\n- ", "``")))
 
 
 def dead(root: Path) -> list[str]:
@@ -43,7 +45,9 @@ def dead(root: Path) -> list[str]:
         if page.quotes:
             found.append(f"{path.relative_to(root)}: a quotation, most likely an example that is no code")
         if page.flat:
-            found.append(f"{path.relative_to(root)}: a table or list that is text: put an empty line before it")
+            found.append(f"{path.relative_to(root)}: `` that is text, or a table or list: put an empty line before it")
+        if page.module:
+            found.append(f"{path.relative_to(root)}: a module instead of its function: name both, module.function")
         for link in sorted(page.links):
             parts = urlsplit(link)
             # the page of missing addresses has links from the site's root
