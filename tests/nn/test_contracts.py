@@ -201,16 +201,16 @@ def test_any_strides(spec: Layer, layout: str) -> None:
 def test_compiled_in_one_graph(spec: Layer) -> None:
     """With a mask, and packed; without either `fused/test_operators.py` has them."""
     torch._dynamo.reset()
-    layer, x, mask = made(spec).eval(), _x(), holes(40)
+    layer, x, mask = made(spec).eval(), _x(n=64), holes(64)
     compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(run(compiled, layer, x, mask), run(layer, layer, x, mask))
     if spec.name in ("RoutedBlock", "TransformerBlock"):
-        packed = {"cu_seqlens": torch.tensor([0, 5, 40]), "max_seqlen": 37}
+        packed = {"cu_seqlens": torch.tensor([0, 5, 64]), "max_seqlen": 61}
         torch.testing.assert_close(compiled(x[0], **packed), layer(x[0], **packed))
 
 
 @pytest.mark.gpu
-@those("mask shares", without="Routed RoutedAttention")
+@those("mask packed", without="Routed RoutedAttention")
 def test_compiled_with_inductor(spec: Layer) -> None:
     torch._dynamo.reset()
     layer, x = made(spec, "cuda").eval(), _x("cuda", batch=2, n=512)

@@ -69,10 +69,9 @@ def test_values_and_gradients_are_those_of_the_definition(
     torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
 
 
-def test_what_follows_from_lengths_is_not_computed_at_each_call() -> None:
+def test_bounds_of_whole_packed_sequences_are_those_given() -> None:
     packed = Sequences(*torch.zeros(3, 9, dtype=torch.int32))
     assert block(None).attention.spans(9, packed.begin, packed) == packed[1:], "the same tensors"
-    assert "arange" not in torch._dynamo.explain(block())(tokens(3, N, DIM, dtype=torch.float64)).graphs[0].code
 
 
 @pytest.mark.gpu

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepass.core.eager import plain
-from onepass.ops._shared.arguments import symbolic
 
 
 def neighbours(
@@ -65,22 +64,9 @@ def kept(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device
     return value
 
 
-def _held(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device: torch.device, i: int) -> Tensor:
-    # the compiler runs this, and its program holds the result. The shape of a tensor that is no parameter may be taken
-    # for a symbol, where an earlier program's was another
-    return nn.Parameter(kept(make, sizes, device)[i], requires_grad=False)
-
-
-# what `torch.compiler.assume_constant_result` sets, which loads the compiler
-_held._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def known(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
     """Return both tensors that `make` makes of a length and further sizes: kept ones, unless something intercepts."""
-    if plain(like):
-        return kept(make, sizes, like.device)
-    held = torch.compiler.is_dynamo_compiling() and not symbolic(sizes[0])
-    return tuple(_held(make, sizes, like.device, i) for i in range(2)) if held else make(*sizes, like.device)
+    return kept(make, sizes, like.device) if plain(like) else make(*sizes, like.device)
 
 
 def _rows(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
