@@ -43,6 +43,13 @@ def concerns(test: str, names: set[str]) -> bool:
     return not named or bool(named & names)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes a device has one on a CPU and one, marked gpu, on CUDA, unless its own mark says otherwise."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "device" in metafunc.fixturenames and not any("device" in mark.args[0] for mark in marks):
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     elsewhere = [item for item in items if not _belongs_here(item)]
     if chosen := config.getoption("--operators"):

@@ -30,7 +30,6 @@ GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES_AND_DTYPES = [pytest.param("cpu", d, id=f"cpu-{str(d)[6:]}") for d in CPU_DTYPES] + [
     pytest.param("cuda", d, id=f"cuda-{str(d)[6:]}", marks=pytest.mark.gpu) for d in GPU_DTYPES
 ]
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 
 
 def maker(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.bench import timers
 from benchmarks.bench.timers import CpuTimer, CudaTimer
 from benchmarks.case import graphed
-from harness import DEVICES
 
 
 class Clock:
@@ -89,7 +88,6 @@ def test_cuda_caches_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cold > timer.us(x.sum)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_graph_keeps_what_its_call_alone_owns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed, its memory would be the next tensor's, and the graph would read that."""
     if device == "cpu":

@@ -36,7 +36,6 @@ def results(model: Any, implementation: str) -> list[torch.Tensor]:
     return [out.logits.detach(), *(g for g in gradients if g is not None)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_its_own_experts(name: str, device: str) -> None:
     model = build(*MODELS[name]).to(device)

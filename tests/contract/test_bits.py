@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from harness import CPU_DTYPES, DEVICES, GPU_DTYPES, SPECS, maker
+from harness import CPU_DTYPES, GPU_DTYPES, SPECS, maker
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice.op import causal_choice
 
@@ -218,7 +218,6 @@ def test_any_rows_anywhere(p: Problem, data: st.DataObject) -> None:
     same(f(at_offset(padded(x[order], p.more), p.offset)), y, order, "picked")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_causal_choice_depends_on_its_sequence(device: str) -> None:
     rows, n = (2, 96) if INTERPRET else (5, 600)
     scores = rows_of(device, torch.float32, rows, n)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from harness import (
-    DEVICES,
     SPECS,
     build,
     call,
@@ -48,7 +47,6 @@ def _two_of_each() -> list[Any]:
     return two + [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in others[::3]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), _two_of_each())
 def test_fullgraph(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -61,7 +59,6 @@ def test_fullgraph(spec: Spec, name: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spec", specs())
 def test_inductor(spec: Spec, device: str) -> None:
     """The real compiler, with neighbours that it fuses among themselves."""

@@ -11,7 +11,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from harness import (
-    DEVICES,
     build,
     call,
     gradients,
@@ -39,7 +38,6 @@ def _nan_filled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nan_filled")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
 def test_every_output_is_written(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -50,7 +48,6 @@ def test_every_output_is_written(spec: Spec, name: str, device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="programs run one after another: nothing can differ")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_bit_for_bit_repeatable(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -81,7 +78,6 @@ def test_fake_tensors(spec: Spec, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="autograd's business: the kernels are the same")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_activation_checkpointing(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -96,7 +92,6 @@ def test_activation_checkpointing(spec: Spec, name: str, device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="bfloat16")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_under_autocast(spec: Spec, name: str, device: str) -> None:
     """Autocast changes neighbours, not us: the dtypes handed in decide."""
@@ -147,7 +142,6 @@ def _same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
 
 # interpreted bf16 is not a GPU's
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(1))
 def test_defaults(spec: Spec, name: str, device: str, dtype: torch.dtype) -> None:
     sample = build(spec, name, device, dtype)

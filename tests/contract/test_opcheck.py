@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from harness import DEVICES, SPECS, Calls, build, floats, gradients, largest_small, maker, outputs
+from harness import SPECS, Calls, build, floats, gradients, largest_small, maker, outputs
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import expert_order, experts
@@ -63,7 +63,6 @@ def _runs() -> Iterator[tuple[str, Callable[[Make], Any], bool]]:
 RUNS = {name: (run, slow) for name, run, slow in _runs()}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * slow) for n, (_, slow) in RUNS.items()])
 def test_opcheck(name: str, device: str) -> None:
     with Calls() as calls:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import onepass.nn
 from harness import (
-    DEVICES,
     build,
     call,
     compare_gradients,
@@ -64,7 +63,6 @@ def _operator(spec: Spec) -> str:
     return "layer_norm, rms_norm" if spec.name.endswith("_norm") else spec.name
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["square"] if INTERPRET else LOSSES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(1))
 def test_right_or_refused_by_name(spec: Spec, name: str, loss: str, device: str) -> None:
@@ -130,7 +128,6 @@ def test_adding_in_place_refuses_by_name() -> None:
         (du.sum() + dg.square().sum()).backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("x_wanted", [True] if INTERPRET else [True, False])
 @pytest.mark.parametrize(
     "layer", [onepass.nn.RoutedFeedForward(16, k=4), onepass.nn.RoutedAttention(16, k_q=4, k_kv=4, dim_head=8)]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from harness import (
-    DEVICES,
     DEVICES_AND_DTYPES,
     SPECS,
     build,
@@ -56,7 +55,6 @@ def test_gradients(spec: Spec, name: str, device: str, dtype: torch.dtype) -> No
     compare_gradients(spec, actual, expected, dtype, {k: t.dtype for k, t in floats(sample).items()})
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
 def test_each_gradient_alone(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -97,7 +95,6 @@ def _expanded(t: Tensor) -> Tensor:
 LAYOUTS = [_transposed, _stepped, _sliced]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(2))
 def test_strides(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
@@ -120,7 +117,6 @@ def test_strides(spec: Spec, name: str, device: str) -> None:
 FREE = ("layer_norm", "rms_norm", "weighted_sum", "soft_topk", "coor_descent", "topk", "experts", "qk_norm_rope")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
 def test_results_are_the_callers(spec: Spec, name: str, device: str) -> None:
     """They may be changed in place; upstream gradients have any layout, and are left as they were."""

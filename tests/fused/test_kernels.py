@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from harness import DEVICES
 from nn.layers import outputs
 from onepass.core.launch import INTERPRET
 from onepass.fused import decoding, norms
@@ -74,7 +73,6 @@ def test_a_whole_layer(device: str, name: str, half: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=most)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_shapes_without_memory(device: str, causal: bool) -> None:
     """FakeTensors take no kernel, under Triton's interpreter neither."""
@@ -184,7 +182,6 @@ def test_half_precision_and_many_keys(dtype: torch.dtype, routed: bool) -> None:
     assert (steps.double() - expected).norm() / expected.norm() < (0.01 if dtype == torch.bfloat16 else 2e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [7, 200, 2500] if INTERPRET else [7, 64, 200, 1024, 1500, 2500])
 @pytest.mark.parametrize("vectors", ["one", "three"])
 @pytest.mark.parametrize("given", ["", "weight", "weight mask", "explored"])

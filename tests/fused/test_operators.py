@@ -27,7 +27,6 @@ from programs import compiled, exported, graphs_for
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the kernels are those of the eager nodes"),
-    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
     pytest.mark.parametrize("causal", [False, True], ids=["best", "causal"]),
 ]
 DIM, N = 32, 64

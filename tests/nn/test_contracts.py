@@ -27,7 +27,6 @@ from nn.table import DIM, TABLE, Called, Layer, made, those
 from onepass.core.launch import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="layers are made of operators, which are tested there")
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 WIDE = torch.float64
 every, layers, routed = those(), those("mask"), those("mask routing packed")
 
@@ -160,7 +159,6 @@ def test_copies_and_files(spec: Layer) -> None:
 # --- PyTorch's modes: layers that take masks
 
 
-@on_devices
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @layers
 def test_autocast(spec: Layer, x_dtype: torch.dtype, device: str) -> None:
@@ -230,7 +228,6 @@ def test_exported_with_named_batch_and_length(spec: Layer) -> None:
     torch.testing.assert_close(program(x, mask), layer(x, mask))
 
 
-@on_devices
 @pytest.mark.parametrize("reentrant", [False, True])
 @layers
 def test_checkpoint_repeats_bit_for_bit(spec: Layer, reentrant: bool, device: str) -> None:
@@ -402,7 +399,6 @@ def test_dropout_is_on_what_a_block_adds_while_training(spec: Layer) -> None:
 # --- what reaches what: padding, other rows, later tokens
 
 
-@on_devices
 @layers
 def test_other_sequences_count_for_nothing(spec: Layer, device: str) -> None:
     layer, x = made(spec, device), _x(device)
@@ -425,7 +421,6 @@ def assert_padding_reaches_nothing(layer: nn.Module, x: Tensor, mask: Tensor, va
         assert b.isfinite().all()
 
 
-@on_devices
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @those("mask", without="Routed")
 def test_padding_reaches_nothing(spec: Layer, value: float, device: str) -> None:
@@ -469,7 +464,6 @@ def test_nothing_reaches_what_it_must_not(spec: Layer, data: st.DataObject) -> N
             assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches earlier ones"
 
 
-@on_devices
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("spec", [s for s in TABLE if "causal" in s.name], ids=lambda s: s.name)
 def test_no_later_token_counts(spec: Layer, autocast: bool, device: str) -> None:

@@ -52,7 +52,6 @@ def _near(device: str) -> dict[str, float]:
     return {"rtol": tolerance, "atol": tolerance}
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [20, WINDOW, 13]
 of_every_kind = pytest.mark.parametrize("kind", ["routed", "transformer", "both"])
 
@@ -69,7 +68,6 @@ def _steps_are_the_full_forward(model: Model, decoder: Decoder, device: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("device", DEVICES)
 @of_every_kind
 def test_steps_equal_the_full_forward(device: str, kind: str) -> None:
     """Twice with the same decoder: nothing of the first prompt is left."""
@@ -97,7 +95,6 @@ def test_what_graphs_repeat_equals_the_full_forward(kind: str, monkeypatch: pyte
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_likeliest_tokens_until_each_sequence_stops(device: str) -> None:
     model, x = Model(device), _prompt(device=device)[:, :20]
     free = model.decoder(temperature=0).generate(x, 30, LENGTHS)

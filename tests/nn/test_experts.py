@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.nn import Experts, load_balancing_loss, router_z_loss, update_balance
 from onepass.ops.experts import definition
@@ -37,7 +36,6 @@ def _definition(layer: Experts, x: Tensor, indices: Tensor) -> tuple[Tensor, Ten
     return y, weights
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_layer_is_its_definition(kind: dict[str, object], device: str) -> None:
     layer = Experts(16, 4, hidden_dim=24, **kind).to(device)  # type: ignore[arg-type]
@@ -56,7 +54,6 @@ def test_the_layer_is_its_definition(kind: dict[str, object], device: str) -> No
         torch.testing.assert_close(a.cpu().double().view(b.shape), b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_masked_tokens_take_no_part(device: str) -> None:
     """Not even as NaN: outputs 0, indices −1, weights 0, and the others get what they get alone."""
     layer = Experts(16, 4, shared_dim=8).to(device)
@@ -134,7 +131,6 @@ def test_transforms_of_torch_func() -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="torch.compile of kernels that run in Python")
-@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_in_one_graph_and_exported(device: str) -> None:
     """The same bits as eager; counts too; any length."""
     layer = Experts(16, 4).to(device)
@@ -156,7 +152,6 @@ def test_compiled_in_one_graph_and_exported(device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="bfloat16")
-@pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device: str) -> None:
     """Logits stay in fp32, products take autocast's dtype, y is like x."""
     layer, x = Experts(16, 4, activation="swiglu", shared_dim=8).to(device), torch.randn(40, 16, device=device)
@@ -191,7 +186,6 @@ def test_a_graph_counts_at_each_replay() -> None:
     assert layer.expert_bias.abs().max() <= 2e-3 + 1e-9
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_planted_task_is_learned_and_balanced(device: str) -> None:
     """Eight kinds of tokens, each with a map of its own: one expert a kind solves it."""
     torch.manual_seed(3)

@@ -14,7 +14,6 @@ from onepass.compat.lion_pytorch import Lion as CompatLion
 from onepass.optim import Lion, clip_grad_norm
 
 AdamW = torch.optim.AdamW
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(3, 4), (5,), (), (70, 60)]
 # for each step: what gradients hold besides numbers; growth and back-off both happen on the way
 EVENTS = [None, None, "inf", None, None, None, "nan", "-inf", None, "everywhere", None, None, None, None, "last", None]
@@ -46,7 +45,6 @@ def test_only_an_explicit_fused_takes_the_scale(fused: bool | None) -> None:
     assert not handed_over(CompatLion([p]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [None, False, True])
 @pytest.mark.parametrize(
     ("dtype", "options"),
@@ -102,7 +100,6 @@ def test_many_steps_with_infinite_gradients(
     assert skipped == [step for step, event in enumerate(EVENTS) if event is not None]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_fp16_gradients_with_fused(device: str) -> None:
     """GradScaler itself unscales none of fp16, of any optimizer: the step does."""
     p, q = (torch.ones(3, dtype=torch.float16, device=device, requires_grad=True) for _ in range(2))
@@ -119,7 +116,6 @@ def test_fp16_gradients_with_fused(device: str) -> None:
         assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscale", [False, True])
 def test_clipping_of_scaled_gradients(unscale: bool, device: str) -> None:
     """The norm is that of unscaled gradients, whether the scaler or the step divides by the scale."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice.definition import reference
 from onepass.ops.causal_choice.op import causal_choice
@@ -54,7 +53,6 @@ def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | floa
         assert [int(i) for i in indices[b] if i >= 0] == taken
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n", [9, 61] if INTERPRET else [1, 7, 8, 9, 24, 40, 61])
 def test_a_share_knows_no_length(n: int, device: str) -> None:
     """What a prefix chooses is what the whole chooses there, and padding at the end changes nothing."""
@@ -119,7 +117,6 @@ def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: 
     _compare((_scores(batch, n) * 2).round().cuda() * 0.5, k, block, memory, mask)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_scores_that_are_no_numbers(device: str, value: float) -> None:
     """They end, and choose what the definition chooses."""
@@ -135,7 +132,6 @@ def test_scores_that_are_no_numbers(device: str, value: float) -> None:
     assert _gradient(actual, mine).isfinite().all() or not math.isfinite(value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_infinite_score_concerns_the_gradient_of_later_blocks_alone(device: str) -> None:
     """The mean that the gates of its own block follow is of the blocks before."""
     scores, sizes = _scores(1, 24, seed=3), {"eps": EPS, "block": 4, "memory": 8}
@@ -146,7 +142,6 @@ def test_an_infinite_score_concerns_the_gradient_of_later_blocks_alone(device: s
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_what_lies_in_masked_tokens_is_not_read(device: str) -> None:
     mask = _mask(3, 40).to(device)
     found = []

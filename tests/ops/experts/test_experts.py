@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onepass
-from harness import DEVICES, waiting_is_an_error
+from harness import waiting_is_an_error
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts import choice, definition
 
@@ -41,7 +41,6 @@ def _equals_definition(indices: Tensor, given: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_order_is_a_stable_sort(device: str, data: st.DataObject) -> None:
@@ -55,7 +54,6 @@ def test_order_is_a_stable_sort(device: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_choice_is_its_definition(device: str, data: st.DataObject) -> None:
@@ -98,7 +96,6 @@ def test_choice_is_its_definition(device: str, data: st.DataObject) -> None:
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ties_and_nan(device: str) -> None:
     """The lowest index wins a tie; NaN counts as the largest score, so that it shows in the result."""
     eye = torch.eye(4, device=device)
@@ -111,7 +108,6 @@ def test_ties_and_nan(device: str) -> None:
     assert weights[1].isnan().all() or INTERPRET
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("load", ["one expert", "the last", "none", "unlike"])
 def test_loads(device: str, load: str) -> None:
     tokens, n_experts, k = 50, 5, 2
@@ -127,7 +123,6 @@ def test_loads(device: str, load: str) -> None:
         assert not dx.any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> None:

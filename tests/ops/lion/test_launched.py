@@ -87,7 +87,6 @@ def test_a_launch_repeats_resumes_and_does_not_depend_on_grouping(dtype: torch.d
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_code_in_every_place(device: str, dtype: torch.dtype) -> None:
     """Without a gradient momenta shrink, all of a block alike: codes stay, and weights move by their signs."""

@@ -26,7 +26,6 @@ VECTORS = ("normal", "ties", "constant", "shifted", "large")
 # what does not overflow in a gradient
 UPSTREAM = ("normal", "ties", "cauchy", "outlier")
 WIDTHS = st.sampled_from((1, 2, 3, 8, 31, 32, 33, 127, 128)) | st.integers(0, 130 if INTERPRET else 300)
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @st.composite
@@ -146,7 +145,6 @@ class Expected:
         }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @settings(max_examples=10 if INTERPRET else 60)
 @given(data=st.data())

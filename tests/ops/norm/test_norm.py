@@ -29,7 +29,6 @@ if INTERPRET:
         tl.store(out_ptr + at, e4m3_codes(tl.load(x_ptr + at), tl.uint8))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # the interpreter does not emulate bfloat16 faithfully
 HALF = torch.float16 if INTERPRET else torch.bfloat16
 
@@ -50,7 +49,6 @@ def test_which_rows_share_a_weight() -> None:
         assert table(x, torch.empty(shape)) == expected, shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cols", [33, 300, 8208, 20000])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1, 2)], ids=str)
 def test_a_wider_stream(cols: int, wanted: tuple[int, ...], device: str) -> None:
@@ -80,7 +78,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_is_lost_in_wide_rows(name: str, device: str) -> None:
     """Beyond the widths of their kernels: the same numbers and gradients as the definition."""
@@ -105,7 +102,6 @@ def test_no_option_is_lost_in_wide_rows(name: str, device: str) -> None:
         torch.testing.assert_close(a.double(), e, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("by", ["row", "block"])
 @pytest.mark.parametrize("cols", [128, 384, 1024])
 def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: str) -> None:
@@ -136,7 +132,6 @@ def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: s
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
 def test_scales_are_fp32_whatever_the_default_dtype(device: str, default: torch.dtype) -> None:
     """Kernels write four bytes for each scale; compiled programs read what the shapes on meta say."""
     x = numbers(3, 256, device=device)
@@ -161,7 +156,6 @@ def test_codes_of_all_halves() -> None:
         assert torch.equal(out, x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_sum_beside_8_bits_has_a_gradient(device: str) -> None:
     x, r = (numbers(4, 128, device=device, seed=i).requires_grad_() for i in range(2))
     for call in (onepass.rms_norm, torch.compile(onepass.rms_norm, backend="aot_eager")):
@@ -225,7 +219,6 @@ def _kept_bytes(run, *parameters: Tensor) -> int:
     return sum(size for address, size in unique.items() if address not in {p.data_ptr() for p in parameters})
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_backward_keeps(device: str, dtype: torch.dtype) -> None:
     rows, cols = 40, 64
@@ -268,7 +261,6 @@ def test_default_eps_is_torchs(dtype: torch.dtype) -> None:
     equal(rms_norm(x, w), F.rms_norm(x, (16,), w))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
 def test_rows_of_any_magnitude(device: str, scale: float) -> None:
     """Squares of such rows leave fp32; the result does not depend on the scale at all."""
@@ -285,7 +277,6 @@ def test_rows_of_any_magnitude(device: str, scale: float) -> None:
     torch.testing.assert_close(dx.cpu() * scale, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_maximum_of_almost_nothing(device: str) -> None:
     """Divided by its tiny positive maximum such a row would overflow."""
     x = -torch.rand(3, 50) * 100 - 1
@@ -320,7 +311,6 @@ def test_float64_in_a_cuda_graph(norm) -> None:
     torch.testing.assert_close(captured, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
 def test_no_compilation_per_number_of_rows(device: str) -> None:
     """A batch of another size is no other program; test_launch has Triton's."""
@@ -333,7 +323,6 @@ def test_no_compilation_per_number_of_rows(device: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.skipif(INTERPRET, reason="bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cols", [1, 3, 51, 100, 768, 3000])

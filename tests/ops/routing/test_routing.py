@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import DEVICES
 from onepass.ops.routing import definition
 from onepass.ops.routing.op import gather, scatter_add, score
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def _choice(batch: int, n: int, k: int, *routes: int) -> Tensor:

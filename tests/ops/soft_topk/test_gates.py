@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import onepass
-from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.op import KINDS
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @ALL_KINDS
 def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, device: str) -> None:
     """A threshold that lies between two fp32 numbers is told from the nearer one: small gates keep their digits."""
@@ -33,7 +31,6 @@ def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, d
         assert not y[:, m:].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @ALL_KINDS
 def test_float32_threshold_nearer_to_the_number_above_every_score(kind: str, device: str) -> None:
     """The nearer of two fp32 numbers is known after a look between them; that look is no step of Newton's."""
@@ -229,7 +226,6 @@ def hostile(seed: int, n: int, generator: torch.Generator) -> Tensor:
 
 
 @many_passes
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_sum_to_k_whatever_the_scores(seed: int, device: str) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -19,7 +19,6 @@ from onepass.core.spec import Sample
 from onepass.ops.weighted_sum.definition import definition
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("rows", "dim", "vectors"), [(64, 64, 2), (100, 200, 3), (130, 512, 16)])
 def test_sixteen_bit_vectors(device: str, rows: int, dim: int, vectors: int) -> None:
     """Wide enough for the tensor cores' kernel, in whole tiles and not: products are exact, sums are fp32."""
@@ -105,7 +104,6 @@ class TestLaunch:
         assert _unit(64, 0) == 16
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_float64_weight_has_float64_sums(device: str) -> None:
     """The result says float64, so kernels, which add up in fp32, must leave it to torch; whatever x's layout."""
     for x in (torch.randn(40, 70, device=device), torch.randn(70, 40, device=device).mT):
@@ -119,10 +117,6 @@ def test_a_float64_weight_has_float64_sums(device: str) -> None:
         torch.testing.assert_close(dx, expected[0])
 
 
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_output_has_the_promoted_dtype(x_dtype: torch.dtype, w_dtype: torch.dtype, device: str) -> None:
@@ -136,7 +130,6 @@ def test_the_output_has_the_promoted_dtype(x_dtype: torch.dtype, w_dtype: torch.
     assert (dx.dtype, dw.dtype) == (x_dtype, w_dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_row_offsets_are_64_bit(device: str) -> None:
     """Rows 2^20 elements apart, 2050 of them: the last offsets don't fit 32 bits (untouched pages cost no memory)."""
     rows, stride = 2050, 2**20
