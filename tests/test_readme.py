@@ -43,10 +43,10 @@ def swapped() -> Iterable[str]:
     header, *found = records("h100/raw/swapped_llama.json")
     runs = {(r["program"].split(", ")[1], r["mode"]): r for r in found if "mode" in r}
     told = {run: f"{r['wall_us'] / 1e3:.1f} ms and {r['peak_mib']:.0f} MiB" for run, r in runs.items()}
-    first = f"({made(header)}) takes {told['as it is', 'compiled']}".replace(
-        "(", "(random weights, 1×4096 tokens, bf16, "
-    )
-    yield f"{first} at the peak without onepass, and {told['swapped', 'compiled']} swapped"
+    first = f"(random weights, 1×4096 tokens, bf16, {made(header)}) takes {told['as it is', 'compiled']}"
+    gpu = (f"{runs[way, 'compiled']['gpu_us'] / 1e3:.1f}" for way in ("as it is", "swapped"))
+    swapped = f"{told['swapped', 'compiled']} swapped (GPU time {' and '.join(gpu)} ms)"
+    yield f"{first} at the peak without onepass, and {swapped}"
     eager = (told[way, "eager"] for way in ("as it is", "Liger's norms", "swapped"))
     yield "{} as it is, {} with Liger's norms, {} swapped".format(*eager)
 
