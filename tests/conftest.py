@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -63,8 +64,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _torch() -> Iterator[None]:
+    """Each test has torch's random state anew, and leaves its default dtype and its threads as they were."""
     # torch.manual_seed also asks every backend that is not there: a millisecond for each of thousands of tests
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_default_dtype(torch.float32)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
@@ -129,14 +129,14 @@ def upstream(outs: list[Tensor]) -> list[Tensor]:
 
 
 def gradients(
-    fn: Callable[..., Any], sample: Sample, wanted: list[int | str] | None = None
+    fn: Callable[..., Any], sample: Sample, wanted: list[int | str] | None = None, gy: list[Tensor] | None = None
 ) -> dict[int | str, Tensor | None]:
-    """Gradients of Σ out·upstream with respect to every (wanted) floating-point argument; None where unused."""
+    """Gradients of Σ out·gy by every (wanted) floating-point argument; None where unused. gy: by default `upstream`."""
     inputs = leaves(sample)
     for key, leaf in inputs.items():
         leaf.requires_grad_(wanted is None or key in wanted)
     outs = call(fn, replace(sample, inputs))
-    pairs = [(o, g.to(o.device, o.dtype)) for o, g in zip(outs, upstream(outs), strict=True) if o.requires_grad]
+    pairs = [(o, g.to(o.device, o.dtype)) for o, g in zip(outs, gy or upstream(outs), strict=True) if o.requires_grad]
     keys = [k for k, t in inputs.items() if t.requires_grad]
     if not pairs:
         return dict.fromkeys(keys)
@@ -144,6 +144,17 @@ def gradients(
         [o for o, _ in pairs], [inputs[k] for k in keys], [g for _, g in pairs], allow_unused=True
     )
     return dict(zip(keys, grads, strict=True))
+
+
+class Module(nn.Module):
+    """A function as a module, as `torch.export` asks for one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.functional import jacobian
 
-from harness import SPECS, build, call, close, float64, floats, in_turn, leaves, replace, spec_samples, specs, upstream
+from harness import (
+    SPECS,
+    build,
+    call,
+    close,
+    float64,
+    floats,
+    gradients,
+    in_turn,
+    replace,
+    spec_samples,
+    specs,
+    upstream,
+)
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Sample, Spec
+from onepass.core.spec import Spec
 
 Tensors = dict[int | str, Tensor]
 
@@ -54,24 +68,6 @@ def test_the_narrowest_cases_are_among_the_samples(spec: Spec) -> None:
     assert any(shape[-1] == narrowest and math.prod(shape) for shape in shapes), "no sample of one column"
 
 
-def _jacobians(spec: Spec, sample: Sample) -> list[Tensors]:
-    """Of each output of the definition, in float64, (elements, *shape of the argument) for each argument."""
-    wide = float64(sample)
-    inputs = leaves(wide)
-
-    def row(element: Tensor) -> Tensors:
-        found = torch.autograd.grad(element, list(inputs.values()), retain_graph=True, allow_unused=True)
-        return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(inputs.items(), found, strict=True)}
-
-    outs = call(spec.reference, replace(wide, inputs))
-    rows = [[row(e) if o.requires_grad else _zeros(inputs) for e in o.flatten()] for o in outs]
-    return [{k: torch.stack([r[k] for r in of_out]) for k in inputs} if of_out else {} for of_out in rows]
-
-
-def _zeros(inputs: Tensors) -> Tensors:
-    return {k: torch.zeros_like(t) for k, t in inputs.items()}
-
-
 def _compare(spec: Spec, actual: Tensor, expected: Tensor, what: str) -> None:
     if not expected.numel():
         assert actual.shape == expected.shape
@@ -85,16 +81,21 @@ def _compare(spec: Spec, actual: Tensor, expected: Tensor, what: str) -> None:
 @pytest.mark.parametrize(("spec", "name"), _small())
 def test_jacobians(spec: Spec, name: str) -> None:
     sample = build(spec, name, "cpu", torch.float32)
-    inputs = floats(sample)
-    expected = _jacobians(spec, sample)
-    if not all(expected) or not all(t.numel() for t in inputs.values()):
+    inputs, wide = floats(sample), float64(sample)
+    exact = floats(wide)
+
+    def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(call(spec.reference, replace(wide, dict(zip(exact, tensors, strict=True)))))
+
+    if not all(t.numel() for t in (*inputs.values(), *call(spec.op, sample))):
         pytest.skip("a Jacobian without elements")
+    expected = jacobian(definition, tuple(exact.values()))
     for keys in {(k,) for k in inputs} | {tuple(inputs)}:
         wanted = {k: inputs[k] for k in keys}
         actual = torch.func.jacrev(lambda tensors: tuple(call(spec.op, replace(sample, tensors))))(wanted)
         for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-            for key, t in wanted.items():
-                _compare(spec, ours[key].reshape(-1, *t.shape), theirs[key], f"output {i} by {key} of {keys}")
+            for key in wanted:
+                _compare(spec, ours[key], theirs[[*inputs].index(key)], f"output {i} by {key} of {keys}")
 
 
 def _cases(spec: Spec, name: str, size: int) -> Iterator[tuple[str, bool, str, str]]:
@@ -111,15 +112,6 @@ def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
     sample = build(spec, name, "cpu", torch.float32)
     inputs = floats(sample)
     gy = [g.float() for g in upstream(call(spec.op, sample))]
-
-    def vjp64(tensors: Tensors, gy: list[Tensor]) -> Tensors:
-        wide = leaves(float64(replace(sample, tensors)))
-        outs = call(spec.reference, replace(float64(sample), wide))
-        pairs = [(o, g.double()) for o, g in zip(outs, gy, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs], list(wide.values()), [g for _, g in pairs], allow_unused=True
-        ) if pairs else [None] * len(wide)  # fmt: skip
-        return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(wide.items(), found, strict=True)}
 
     for batched, many, place, whose in _cases(spec, name, size):
         keys = {"none": [], "first": list(inputs)[:1], "others": list(inputs)[1:], "all": list(inputs)}[batched]
@@ -146,9 +138,11 @@ def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
             assert got[k].shape == (size, *inputs[k].shape)
         for i, factor in enumerate((1, 0.5)[:size]):
             element = {k: factor * t if k in keys else t for k, t in inputs.items()}
-            expected = vjp64(element, [factor * g if many else g for g in gy])
+            up = [factor * g if many else g for g in gy]
+            expected = gradients(spec.reference, float64(replace(sample, element)), gy=up)
             for k in wanted:
-                _compare(spec, got[k][i], expected[k], f"{batched} batched {place}, element {i}, argument {k}")
+                exact = torch.zeros_like(got[k][i]).double() if expected.get(k) is None else expected[k]
+                _compare(spec, got[k][i], exact, f"{batched} batched {place}, element {i}, argument {k}")
 
 
 def test_the_samples_of_every_operator_are_tried() -> None:

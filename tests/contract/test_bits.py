@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -272,11 +272,3 @@ def test_rows_on_gpu(name: str, dtype: torch.dtype) -> None:
 def test_compiled_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
     if name in promised(width, "cuda"):
         compiled(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width), "inductor")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """A test that changes them leaves them as they were."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

@@ -9,6 +9,7 @@ import torch
 
 from harness import (
     SPECS,
+    Module,
     build,
     call,
     compare_gradients,
@@ -75,12 +76,7 @@ def test_inductor(spec: Spec, device: str) -> None:
 @pytest.mark.parametrize("spec", specs())
 def test_export(spec: Spec) -> None:
     sample = build(spec, _typical(spec), "cpu", torch.float32)
-
-    class Module(torch.nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return spec.op(*args, **kwargs)
-
-    exported = torch.export.export(Module(), sample.args, sample.kwargs)
+    exported = torch.export.export(Module(spec.op), sample.args, sample.kwargs)
     assert any("onepass" in str(node.target) for node in exported.graph.nodes)
     for a, e in zip(call(exported.module(), sample), call(spec.op, sample), strict=True):
         torch.testing.assert_close(a, e)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onepass
-from harness import outputs
+from harness import Module, outputs
 from onepass.core.launch import INTERPRET
 
 MASK, PER_ROW, W = torch.rand(5, 6) > 0.2, 0.1 + torch.rand(3, 6).double(), torch.randn(5, 6).double()
@@ -57,19 +57,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
 }  # fmt: skip
 
 
-class _Module(nn.Module):
-    def __init__(self, call: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(x)
-
-
 WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
     "eager": lambda call, x: call(x),
     "compile": lambda call, x: torch.compile(call, fullgraph=True, backend="aot_eager")(x),
-    "export": lambda call, x: torch.export.export(_Module(call), (x,)).module()(x),
+    "export": lambda call, x: torch.export.export(Module(call), (x,)).module()(x),
     "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x])),
 }
 

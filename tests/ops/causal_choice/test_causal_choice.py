@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from nn.layers import tokens
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice.definition import reference
 from onepass.ops.causal_choice.op import causal_choice
 
 EPS = 0.3
-
-
-def _scores(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mask(*shape: int) -> Tensor:
@@ -36,7 +33,7 @@ def _mask(*shape: int) -> Tensor:
 def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | float, density: float) -> None:
     """Token by token: rank and budget count the real tokens so far. A number k is a share, and a limit."""
     k = k if isinstance(k, float) else min(k, n)
-    scores, mask = _scores(4, n), torch.rand(4, n, generator=torch.Generator().manual_seed(8)) < density
+    scores, mask = tokens(4, n), torch.rand(4, n, generator=torch.Generator().manual_seed(8)) < density
     indices, _ = causal_choice(scores, k, block=block, memory=memory, mask=mask if density < 1 else None)
     share = Fraction(k).limit_denominator(1 << 20) if isinstance(k, float) else Fraction(k, n)
     for b, row in enumerate(scores.tolist()):
@@ -56,7 +53,7 @@ def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | floa
 @pytest.mark.parametrize("n", [9, 61] if INTERPRET else [1, 7, 8, 9, 24, 40, 61])
 def test_a_share_knows_no_length(n: int, device: str) -> None:
     """What a prefix chooses is what the whole chooses there, and padding at the end changes nothing."""
-    scores, sizes = _scores(3, 80).to(device), {"eps": EPS, "block": 8, "memory": 16}
+    scores, sizes = tokens(3, 80).to(device), {"eps": EPS, "block": 8, "memory": 16}
     whole, prefix = causal_choice(scores, 0.21, **sizes), causal_choice(scores[:, :n], 0.21, **sizes)
     mask = (torch.arange(80, device=device) < n).expand(3, 80)
     padded = causal_choice(scores, 0.21, mask=mask, **sizes)
@@ -71,7 +68,7 @@ def test_a_share_knows_no_length(n: int, device: str) -> None:
 
 def _gradient(choice: tuple[Tensor, Tensor], scores: Tensor) -> Tensor:
     gates = choice[1]
-    return torch.autograd.grad((gates * _scores(*gates.shape, seed=2).to(gates)).sum(), scores)[0]
+    return torch.autograd.grad((gates * tokens(*gates.shape, seed=2).to(gates)).sum(), scores)[0]
 
 
 def _compare(scores: Tensor, k: int | float, block: int, memory: int, mask: Tensor | None) -> None:
@@ -94,9 +91,9 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(kernels, "STEP", 4)
     monkeypatch.setattr(kernels, "TILE", 8)
-    _compare(_scores(1, 60), 25, 4, 8, None)
-    _compare(_scores(3, 60), 0.4, 4, 8, _mask(3, 60))
-    _compare(_scores(2, 12), 5, 1, 7, None)
+    _compare(tokens(1, 60), 25, 4, 8, None)
+    _compare(tokens(3, 60), 0.4, 4, 8, _mask(3, 60))
+    _compare(tokens(2, 12), 5, 1, 7, None)
 
 
 @pytest.mark.gpu
@@ -112,15 +109,15 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
 )  # fmt: skip
 def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: int, masked: bool) -> None:
     mask = _mask(batch, n).cuda() if masked else None
-    _compare(_scores(batch, n).cuda(), k, block, memory, mask)
+    _compare(tokens(batch, n).cuda(), k, block, memory, mask)
     # scores that tie, and have zeros of both signs
-    _compare((_scores(batch, n) * 2).round().cuda() * 0.5, k, block, memory, mask)
+    _compare((tokens(batch, n) * 2).round().cuda() * 0.5, k, block, memory, mask)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_scores_that_are_no_numbers(device: str, value: float) -> None:
     """They end, and choose what the definition chooses."""
-    scores = _scores(2, 40)
+    scores = tokens(2, 40)
     scores[0, ::3] = value
     scores[1] = value
     sizes = {"eps": EPS, "block": 8, "memory": 16}
@@ -134,7 +131,7 @@ def test_scores_that_are_no_numbers(device: str, value: float) -> None:
 
 def test_an_infinite_score_concerns_the_gradient_of_later_blocks_alone(device: str) -> None:
     """The mean that the gates of its own block follow is of the blocks before."""
-    scores, sizes = _scores(1, 24, seed=3), {"eps": EPS, "block": 4, "memory": 8}
+    scores, sizes = tokens(1, 24, seed=3), {"eps": EPS, "block": 4, "memory": 8}
     scores[0, 5] = math.inf
     mine, wide = scores.to(device).requires_grad_(), scores.double().requires_grad_()
     actual, expected = (_gradient(causal_choice(s, 12, **sizes), s) for s in (mine, wide))
@@ -146,7 +143,7 @@ def test_what_lies_in_masked_tokens_is_not_read(device: str) -> None:
     mask = _mask(3, 40).to(device)
     found = []
     for filler in (0.0, math.nan):
-        scores = _scores(3, 40).to(device).masked_fill(~mask, filler).requires_grad_()
+        scores = tokens(3, 40).to(device).masked_fill(~mask, filler).requires_grad_()
         choice = causal_choice(scores, 10, block=8, memory=16, mask=mask)
         found.append((*choice, _gradient(choice, scores)))
     for a, b in zip(*found, strict=True):

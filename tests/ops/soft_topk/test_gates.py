@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import onepass
+from harness import Module
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.op import KINDS
 
@@ -277,11 +278,8 @@ def test_one_program_for_every_length(name: str) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exported_program_takes_other_lengths(name: str, strict: bool) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return CALLS[name](x)
-
-    shapes = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
-    program = torch.export.export(Model(), (torch.randn(3, 12),), dynamic_shapes=shapes, strict=strict).module()
+    shapes = ((dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC),),)
+    given = Module(CALLS[name]), (torch.randn(3, 12),)
+    program = torch.export.export(*given, dynamic_shapes=shapes, strict=strict).module()
     x = torch.randn(2, 20)
     torch.testing.assert_close(program(x), CALLS[name](x))

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nn.layers import tokens
 from onepass.nn.local_attention import neighbours
 from onepass.ops.span_attention.definition import reference
 from onepass.ops.span_attention.op import forward, rotary, span_attention
-
-
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _windows(n: int, window: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -39,10 +36,10 @@ def _prefixes(n: int, m: int) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_tiles_seen_whole_in_part_and_not_at_all(n: int, m: int, spans: tuple[Tensor, Tensor]) -> None:
-    q, k, v = (_random(1, rows, 1, 16, seed=rows).requires_grad_() for rows in (n, m, m + 1))
+    q, k, v = (tokens(1, rows, 1, 16, seed=rows).requires_grad_() for rows in (n, m, m + 1))
     v = v[:, :m]
     y = span_attention(q, k, v, *spans)
-    dy = _random(*y.shape, seed=3)
+    dy = tokens(*y.shape, seed=3)
     ours = torch.autograd.grad(y, (q, k, v), dy)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     z = reference(*exact, *spans)
@@ -108,7 +105,7 @@ def test_runs_of_any_layout(name: str, dtype: torch.dtype) -> None:
     """Kernels read first and last by address, with one stride for both."""
     i = torch.arange(12, dtype=dtype).view(2, 6)
     first, last = (layout(t) for layout, t in zip(LAYOUTS[name], (i // 4, i // 3 + 2), strict=True))
-    q, k, v, dy = (_random(2, 6, 1, 16, seed=s) for s in range(4))
+    q, k, v, dy = (tokens(2, 6, 1, 16, seed=s) for s in range(4))
     ours, exact = ([t.to(d).requires_grad_() for t in (q, k, v)] for d in (torch.float32, torch.float64))
     y = span_attention(*ours, first, last)
     z = reference(*exact, first.expand(2, 6).contiguous(), last.expand(2, 6).contiguous())
@@ -120,7 +117,7 @@ def test_runs_of_any_layout(name: str, dtype: torch.dtype) -> None:
 
 def test_what_other_queries_see_changes_no_bit() -> None:
     """A later query that sees more keys adds tiles to the loop: of exact zeros for the earlier ones."""
-    q, k, v = _random(1, 100, 1, 16), _random(1, 400, 1, 16, seed=2), _random(1, 400, 1, 16, seed=3)
+    q, k, v = tokens(1, 100, 1, 16), tokens(1, 400, 1, 16, seed=2), tokens(1, 400, 1, 16, seed=3)
     first, last = torch.zeros(100, dtype=torch.int64), torch.arange(100)
     before = span_attention(q, k, v, first, last)
     last[60:] = 390
@@ -129,7 +126,7 @@ def test_what_other_queries_see_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("value", [1e30, torch.inf, torch.nan])
 def test_masked_keys_are_not_read(value: float) -> None:
-    q, k, v = _random(2, 20, 1, 16), _random(2, 40, 1, 16, seed=2), _random(2, 40, 1, 16, seed=3)
+    q, k, v = tokens(2, 20, 1, 16), tokens(2, 40, 1, 16, seed=2), tokens(2, 40, 1, 16, seed=3)
     mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(4)) < 0.6
     spans = torch.zeros(20, dtype=torch.int64), torch.full((20,), 40)
     before = span_attention(q, k, v, *spans, mask=mask)
@@ -138,7 +135,7 @@ def test_masked_keys_are_not_read(value: float) -> None:
 
 
 def test_large_scores_stay_in_range() -> None:
-    q, k, v = (300 * _random(1, 20, 1, 16, seed=s) for s in (1, 2, 3))
+    q, k, v = (300 * tokens(1, 20, 1, 16, seed=s) for s in (1, 2, 3))
     spans = torch.zeros(20, dtype=torch.int64), torch.full((20,), 20)
     expected = reference(q.double(), k.double(), v.double(), *spans)
     torch.testing.assert_close(span_attention(q, k, v, *spans).double(), expected, rtol=1e-4, atol=1e-2)
@@ -146,7 +143,7 @@ def test_large_scores_stay_in_range() -> None:
 
 def test_autocast_of_a_caller_rounds_nothing() -> None:
     """`forward` is called inside autograd nodes as well, where nobody has turned autocast off."""
-    q, k, v = (_random(2, 20, 1, 16, seed=s) for s in (1, 2, 3))
+    q, k, v = (tokens(2, 20, 1, 16, seed=s) for s in (1, 2, 3))
     spans = torch.zeros(1, 20, dtype=torch.int32), torch.full((1, 20), 20, dtype=torch.int32)
     expected = forward(q, k, v, *spans, None)
     with torch.autocast("cpu", torch.bfloat16):
