@@ -64,23 +64,24 @@ class Config:
         return json.dumps({"onepass_run": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
-# values of each preset; options of the command line override most of them. On a CPU blocks without experts were ahead
-# at equal processor time (benchmarks/results/cpu/raw/train_models.txt), on a GPU those with 32
+# values of each preset; options of the command line override most of them. Experts where they were ahead at equal time:
+# not on a CPU (benchmarks/results/cpu/raw/train_models.txt), on a GPU at next bytes alone (docs/evidence.md)
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
         "steps": 1200, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 2, "window": 64, "global_every": 1,
         "experts": 0, "hidden_mult": 1.0, "lr": 2e-3, "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
-        "steps": 40000, "batch": 2, "seq": 8192, "dim": 256, "blocks": 4, "heads": 4, "window": 128, "global_every": 4,
-        "experts": 32, "hidden_mult": 2.0, "lr": 4e-4, "eval_windows": 16, "final_windows": 128,
+        "steps": 50000, "batch": 2, "seq": 8192, "dim": 256, "blocks": 4, "heads": 4, "window": 128, "global_every": 4,
+        "experts": 0, "hidden_mult": 4.0, "lr": 4e-4, "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
 CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # a GPU takes a step in the hundredth part of what writing takes
-# what differs with --model routed
-ROUTED: dict[str, dict[str, int | float]] = {
-    "cpu": {"heads": 4},
-    "gpu": {"steps": 8000, "dim": 512, "blocks": 6, "heads": 8, "window": 256, "lr": 2e-4},
+# what differs with --task causal, and with --model routed
+OTHERS: dict[tuple[str, object], dict[str, int | float]] = {
+    ("gpu", "causal"): {"steps": 40000, "experts": 32, "hidden_mult": 2.0},
+    ("cpu", "routed"): {"heads": 4},
+    ("gpu", "routed"): {"steps": 8000, "dim": 512, "blocks": 6, "heads": 8, "window": 256, "lr": 2e-4},
 }
 # `outside`: Lion needs a larger rate outside the blocks. One rate for all is too small for the output layer or too
 # large for the matrices of the blocks; AdamW tolerates too large a rate, an update by signs does not
@@ -89,8 +90,7 @@ COMMON: dict[str, int | float] = {
     "outside": 10.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 
-# smallest and largest accepted values
-RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {  # the smallest and the largest accepted value
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
     "blocks": (1, 256), "heads": (1, 512), "global_every": (1, 256), "experts": (0, 4096), "top_k": (1, 4096),
     "hidden_mult": (1e-4, 64.0), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
@@ -109,9 +109,9 @@ CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": D
 
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {"preset": preset} | {name: value for name, value in values.items() if value is not None}
     merged: dict[str, object] = {"task": "masked", "model": "transformer", "changes": (), **COMMON, **PRESETS[preset]}
-    merged |= {**(ROUTED[preset] if given.get("model") == "routed" else {}), "preset": preset, **given}
+    merged |= OTHERS.get((preset, given.get("task")), {}) | OTHERS.get((preset, given.get("model")), {}) | given
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):
         merged.setdefault("warmup", min(100, steps // 10))

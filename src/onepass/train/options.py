@@ -11,11 +11,11 @@ from onepass.train.config import CHECKPOINT_EVERY, CHOICES, PRESETS, RANGES
 
 HELP = "train a model on text and see what it makes of each byte"
 TEXT = """\
-Train a model on the files it is given: an encoder that guesses hidden bytes (15 % of the bytes, all of them behind a
-mask token), or with --task causal a language model that guesses each byte from those before it. With the GPU's preset
-routers choose the experts that a byte takes; with --model routed, the few bytes that get a heavy branch. Directories
-are read with all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With
-no PATH it reads the sources of Python's own standard library."""
+Train a model on the files it is given: an encoder that guesses hidden bytes (15 %, all of them behind a mask token), or
+with --task causal a language model that guesses each byte from those before it; on a GPU routers then choose the
+experts that a byte takes. With --model routed they choose the few bytes that get a heavy branch. Directories are read
+with all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With no PATH
+it reads the sources of Python's own standard library."""
 EXAMPLES = """\
 examples:
   onepass train                              a few minutes on a CPU; everything is left in runs/<time>
