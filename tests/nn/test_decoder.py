@@ -183,7 +183,7 @@ CALLS: list[tuple[Any, type[Exception], str]] = [
     (lambda d: d.step(torch.zeros(2, dtype=torch.int64)), ValueError, r"batch = 3, got \(2,\)"),
     (lambda d: d.step(torch.tensor([1, 2, VOCABULARY])), IndexError, "index out of range"),
     (lambda d: d.prefill(torch.full((3, 2), VOCABULARY)), IndexError, "index out of range"),
-    (lambda d: Decoder(nn.ReLU(), d.embed, d.head, batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU"),
+    (lambda d: Decoder(d.blocks[0], d.embed, d.head, batch=1, max_tokens=1), TypeError, r"list of .* got \w+Block$"),
     (lambda d: Decoder([nn.ReLU()], d.embed, d.head, batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU"),
     (lambda d: Model(dropout=0.1).train().decoder().prefill(NINE), ValueError, r"call eval\(\) on the model"),
 ]  # fmt: skip

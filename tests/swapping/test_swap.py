@@ -249,8 +249,7 @@ def test_report() -> None:
         "exchanged   2  swapping.norms.FooRMSNorm -> onepass.nn.RMSNorm(offset=1)  layers.*.c",
     ]
     assert len(lines) == 4
-    places = [line.index(word) for line, word in zip(lines, ("layers", "layers", "layers", "odd: "), strict=True)]
-    assert len(set(places)) == 1
+    assert len({re.search("layers|odd: ", line).start() for line in lines}) == 1
     assert re.fullmatch(
         r"left alone  1  swapping.norms.Unlike +odd: its output differs by \d\.\de-\d\d from an RMS norm's", lines[3]
     ), lines[3]
@@ -269,9 +268,7 @@ def test_globs() -> None:
         "layers.0.c": "not included", "layers.1.a": "excluded", "layers.1.b": "excluded",
         "layers.1.c": "not included", "odd": "not included",
     }  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"swap: exclude 'layer\.0' matches no norm of the model; it has layers\.0\.c, "
-    ):
+    with pytest.raises(ValueError, match=r"swap: exclude 'layer\.0' matches no norm .*; it has 'layers\.0\.c', "):
         swap(model, exclude="layer.0")
     with pytest.raises(TypeError, match="swap: include must be a glob or several, got int"):
         swap(model, include=[3])  # type: ignore[list-item]
@@ -312,7 +309,7 @@ def test_swap_twice() -> None:
     assert second.layers == ()
     assert str(second) == "3 already of onepass"
     assert swap(nn.ModuleList([model, nn.LayerNorm(4)]), include=("0.*", "1")).ours == 3
-    with pytest.raises(ValueError, match="include '0' matches no norm of the model; it has a, b, c"):
+    with pytest.raises(ValueError, match="include '0' matches no norm of the model; it has 'a', 'b', 'c'"):
         swap(model, include="0", strict=True)
     with pytest.raises(ValueError, match="include '0' matches no norm of the model; it has none"):
         swap(nn.Linear(2, 2), include="0")

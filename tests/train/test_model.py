@@ -134,3 +134,6 @@ def test_what_a_terminal_would_obey_is_escaped(causal: Path, monkeypatch: pytest
     text = "é\x1b[2J\n\t\xff".encode() + b"\xe9"
     monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a: iter([torch.tensor([list(text)])]))
     assert printed("generate", causal, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
+    for error, code in ((KeyboardInterrupt(), 130), (ValueError("NaN"), 2)):
+        monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a, why=error: (_ for _ in ()).throw(why))
+        assert command("generate", causal, "--prompt", "é", "--length", 1)[:2] == (code, "é\n")

@@ -73,7 +73,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.blocks: list[Any] = list(blocks) if hasattr(blocks, "__iter__") else []
         if not self.blocks or not all(isinstance(block, RoutedBlock | TransformerBlock) for block in self.blocks):
-            got = [type(block).__name__ for block in self.blocks] or f"{blocks!r:.40}"
+            got = [type(b).__name__ for b in self.blocks] if hasattr(blocks, "__iter__") else type(blocks).__name__
             raise TypeError(f"Decoder: blocks must be a list of TransformerBlock or RoutedBlock modules, got {got}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
             check_size("Decoder", name, size)

@@ -32,9 +32,7 @@ class SwapReport:
         dry_run: nothing was exchanged.
     """
 
-    def __init__(
-        self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool, ours: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool, ours: int = 0) -> None:
         self.layers = tuple(layers)
         self.ours = ours
         self.dry_run = dry_run
@@ -104,6 +102,8 @@ class SwapReport:
 
 
 def _places(names: list[str]) -> str:
-    """Return the names with * for each number between dots, each once, the first few."""
-    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)" for name in names))
-    return ", ".join(patterns[:_SHOWN]) + (", ..." if len(patterns) > _SHOWN else "")
+    """Return the names, those that differ in numbers between dots alone once, with * for each; the first few."""
+    patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
+    pairs = zip(patterns, names, strict=True)
+    places = dict.fromkeys(p if patterns.count(p) > 1 else name or "(the model)" for p, name in pairs)
+    return ", ".join([*places][:_SHOWN]) + (", ..." if len(places) > _SHOWN else "")

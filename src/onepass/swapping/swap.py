@@ -67,7 +67,7 @@ def swap(
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
         >>> report = onepass.swap(model)
         >>> print(report)
-        exchanged  1  torch.nn.LayerNorm -> onepass.nn.LayerNorm  *
+        exchanged  1  torch.nn.LayerNorm -> onepass.nn.LayerNorm  1
         >>> report.undo()
     """
     if not isinstance(model, nn.Module):
@@ -136,7 +136,7 @@ def _globs(argument: str, given: str | Iterable[str], norms: list[tuple[str, ...
         # a model without norms has none to leave out
         matters = norms or (argument == "include" and glob != "*")
         if matters and not any(_matches(names, [glob]) for names in norms):
-            some = ", ".join(names[0] for names in norms) or "none"
+            some = ", ".join(repr(names[0]) for names in norms) or "none"
             some = some if len(some) < 300 else f"{some[:300]}..."
             raise ValueError(f"swap: {argument} {glob!r} matches no norm of the model; it has {some}")
     return globs

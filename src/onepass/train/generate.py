@@ -29,16 +29,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = command(
         commands, "generate", run, ("let a trained language model write on after a prompt", TEXT, EXAMPLES), "train"
     )
-    parser.add_argument(
-        "directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train --task causal`"
-    )
+    parser.add_argument("directory", type=Path, metavar="RUN", help="directory that `onepass train --task causal` left")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
     parser.add_argument("--length", type=number(1, 2**17), default=256, metavar="N", help="in bytes (default: 256)")
     parser.add_argument(
         "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
         help="0: the likeliest byte each time; 1: as likely as the model finds it (default: 0.8)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, metavar="N", help="of the draws (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
 
 
@@ -70,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
             _write(show.decode(bytes(tokens[0].tolist())))
     except ValueError as error:
         raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
-    _write(show.decode(b"", final=True) + "\n")
+    finally:
+        # also before what an error or Ctrl-C says
+        _write(show.decode(b"", final=True) + "\n")
     sys.stderr.write(f"{args.length / (time.perf_counter() - began):,.0f} tokens/s\n")
     return 0
 
