@@ -163,10 +163,9 @@ def budgets() -> dict[str, str]:
 def budget() -> Iterable[str]:
     yield (
         "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
-        "blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s on a longer text "
-        "{experts600d512long} and {global600d512long} (d 512), on the same {experts600} and {global600d512} (d 512). "
-        "Hidden bytes: dense {dense60task}, experts {experts60task}, without {global60task}; after 200 s "
-        "{dense200task}, {experts200task} and {global200task}"
+        "blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s {experts600} and "
+        "{global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} (d 512). Hidden bytes, "
+        "after 200 s: dense {dense200task}, experts {experts200task}, without {global200task}."
     ).format(**budgets())
 
 
