@@ -10,18 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from harness import (
-    build,
-    call,
-    gradients,
-    in_turn,
-    leaves,
-    replace,
-    same_sums,
-    samples_in_turn,
-    spec_samples,
-    terms,
-)
+from harness import build, call, gradients, in_turn, leaves, replace, same_sums, samples_in_turn, spec_samples, terms
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 

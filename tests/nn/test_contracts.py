@@ -561,7 +561,8 @@ def test_padded_and_packed_rows_on_a_gpu(spec: Layer) -> None:
 
 X = torch.ones(2, 9, DIM)
 BAD: list[tuple[Callable[[nn.Module], object], type[Exception], str, str]] = [  # and the layers that leave it to torch
-    (lambda layer: layer(X, torch.ones(2, 9)), TypeError, "mask must be bool", ""),
+    (lambda layer: layer(X, torch.ones(2, 9)), TypeError, "mask must be bool.*float32; of an additive mask of 0", ""),
+    (lambda layer: layer(X, torch.ones(2, 9).int()), TypeError, "mask must be bool.*int32; of an attention_mask", ""),
     (lambda layer: layer(X, torch.ones(2, 5).bool()), ValueError, r"mask must be .*\(2, 9\), got \(2, 5\)", ""),
     (lambda layer: layer(X, torch.ones(2, 9, device="meta").bool()), ValueError, "mask is on meta but x is on cpu", ""),
     (lambda layer: layer(X, [True]), TypeError, "mask must be a tensor", ""),

@@ -27,13 +27,6 @@ def test_scores_start_with_a_standard_deviation_of_one(dim: int, size: float) ->
     assert 0.8 < scores.std().item() < 1.2
 
 
-def test_scores_are_those_of_the_formula() -> None:
-    x = tokens(2, 7, DIM).double()
-    router = Router(DIM, num_routes=3, dtype=torch.float64)
-    expected = torch.einsum("bnd,rd->brn", x / x.square().mean(-1, keepdim=True).sqrt(), router.weight)
-    torch.testing.assert_close(router(x, 2).scores, expected, rtol=1e-5, atol=1e-5)
-
-
 @gates
 @pytest.mark.parametrize("routes", [1, 3])
 def test_choices_are_the_best_scores_in_order(gate: str, routes: int) -> None:

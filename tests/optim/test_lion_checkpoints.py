@@ -108,18 +108,6 @@ def test_states_of_others_and_of_modes_that_are_gone_go_on(
     assert not {"seed", "caution"} & found.keys()
 
 
-def test_peak_lr_survives_a_checkpoint_without_one() -> None:
-    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    plain = Lion([p], lr=0.5)
-    train(plain, [p], range(1))
-    decoupled = Lion([q], lr=0.25, decouple_lr=True)
-    state = plain.state_dict()
-    del state["param_groups"][0]["decouple_lr"]
-    decoupled.load_state_dict(state)
-    assert decoupled.param_groups[0]["peak_lr"] == 0.25
-    assert decoupled.param_groups[0]["decouple_lr"] is True
-
-
 def test_a_dtype_that_the_group_asks_for_stays_after_a_checkpoint_of_others() -> None:
     p = torch.zeros(5000, requires_grad=True)
     theirs = lion_pytorch.Lion([p])

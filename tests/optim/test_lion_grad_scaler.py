@@ -100,22 +100,6 @@ def test_many_steps_with_infinite_gradients(
     assert skipped == [step for step, event in enumerate(EVENTS) if event is not None]
 
 
-def test_fp16_gradients_with_fused(device: str) -> None:
-    """GradScaler itself unscales none of fp16, of any optimizer: the step does."""
-    p, q = (torch.ones(3, dtype=torch.float16, device=device, requires_grad=True) for _ in range(2))
-    scaled, plain = (Lion([x], lr=0.25, state_dtype=torch.float32, fused=True) for x in (p, q))
-    scaler = new_scaler(device, 256.0)
-    for g in ([1.0, -2.0, 3.0], [float("inf"), 1.0, 1.0], [0.5, 0.5, -9.0]):
-        q.grad = torch.tensor(g, dtype=torch.float16, device=device)
-        p.grad = q.grad * scaler.get_scale()
-        scaler.step(scaled)
-        scaler.update()
-        if max(g) < 1e30:
-            plain.step()
-        assert torch.equal(p, q)
-        assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 def test_clipping_of_scaled_gradients(unscale: bool, device: str) -> None:
     """The norm is that of unscaled gradients, whether the scaler or the step divides by the scale."""

@@ -40,6 +40,12 @@ def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path) -> None:
     assert final["random"]["loss"] - final["learned"]["loss"] >= 0.8 * gap
 
 
+def test_the_default_router_finds_the_planted_tokens() -> None:
+    found = planted.train(planted.Task("learned", 1, dataclasses.replace(SMALL, steps=150), CPU))
+    assert found["first"]["picked"] < SMALL.k / SMALL.n
+    assert found["final"]["picked"] > 6 * SMALL.k / SMALL.n
+
+
 def test_without_exploring_an_adverse_start_is_never_left() -> None:
     task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse", steps=150), CPU)
     task.layer.router.explore = 0.0

@@ -125,8 +125,10 @@ def test_there_is_one_writer():
             if not isinstance(call, ast.Call) or path.name == "files.py":
                 continue
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            modes = [value.value for value in ast.walk(call) if isinstance(value, ast.Constant)]
-            opens = name == "open" and any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
+            modes = (
+                [value.value for value in ast.walk(call) if isinstance(value, ast.Constant)] if name == "open" else []
+            )
+            opens = any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
             method = isinstance(call.func, ast.Attribute) and name in {"write_text", "write_bytes"}
             if opens or method or name in {"mkstemp", "NamedTemporaryFile"}:
                 others.append(f"{path.relative_to(root)}: {name}")

@@ -50,31 +50,12 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, has_mean: bo
         assert float((a.double() - e).detach().abs().max()) <= limit * float(e.detach().abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("eps", [1e-5, 1e-12])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("n", [1, 8, 1000])
-def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, n: int) -> None:
-    """Exactly: y is the bias, in few rows and in many; a square is an fp32 number."""
-    rows = 2 * MANY // n
-    values = torch.cat((torch.zeros(1), torch.logspace(-6, 4.5, 50), -torch.logspace(-6, 4.5, 50)))
-    more = torch.tensor([1e6, -1e15, 1e18]) if dtype != torch.float16 else torch.tensor([6e4])
-    values = torch.cat((values, more)).to(dtype)
-    x = values[torch.arange(rows) % len(values)][:, None].expand(rows, n)
-    w, b = torch.rand(n).to(dtype), torch.randn(n).to(dtype)
-    for part in (x, x[: MANY // n // 2]):
-        for wanted in (False, True):
-            zeros = torch.zeros_like(part) if residual else None
-            y = layer_norm(part.detach().requires_grad_(wanted), w, b, eps=eps, residual=zeros)
-            assert torch.equal(y[0] if residual else y, b.expand(part.shape))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", ["plain", "residual", "no weight"])
 @pytest.mark.parametrize("n", [1, 3, 51, 1000])
 @pytest.mark.parametrize("among", [True, False], ids=["among others", "alone"])
 def test_gradients_of_constant_rows_of_any_size(dtype: torch.dtype, form: str, n: int, among: bool) -> None:
-    """x − mean is 0: dx = (g − mean g)/√eps and dw = 0, but for the few rows beside them in one tensor."""
+    """x − mean is 0: so is y, dx = (g − mean g)/√eps and dw = 0, but for the few rows beside them in one tensor."""
     values = [1e3, -3e4, 6e4] if dtype == torch.float16 else [1e3, -3e4, 1e6, -1e15, 1e18]
     constant = torch.tensor(values).to(dtype)[:, None].expand(len(values), n)
     x = torch.cat((torch.randn(3, n).to(dtype), constant)) if among else constant.clone()
@@ -85,6 +66,7 @@ def test_gradients_of_constant_rows_of_any_size(dtype: torch.dtype, form: str, n
     r = torch.zeros_like(x) if form == "residual" else None
     y = layer_norm(x.requires_grad_(), w, eps=1e-4, residual=r)
     y = y if r is None else y[0]
+    assert not y[others:].any(), "a mean off by an ulp leaves 0.5 of it"
     wanted = (x,) if w is None else (x, w)
     dx, *dw = torch.autograd.grad(y, wanted, dy)
     g = dy.double() * (1 if w is None else w.detach().double())

@@ -137,10 +137,7 @@ def test_scales_are_fp32_whatever_the_default_dtype(device: str, default: torch.
     x = numbers(3, 256, device=device)
     want = onepass.rms_norm(x, quantize="block")
     torch.set_default_dtype(default)
-    try:
-        found, none, meta = (onepass.rms_norm(t, quantize="block") for t in (x, x[:0], x.to("meta")))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    found, none, meta = (onepass.rms_norm(t, quantize="block") for t in (x, x[:0], x.to("meta")))
     assert {t.scales.dtype for t in (found, none, meta)} == {torch.float32}
     assert torch.equal(found.scales, want.scales)
 
@@ -166,34 +163,16 @@ def test_the_sum_beside_8_bits_has_a_gradient(device: str) -> None:
             assert torch.equal(g, torch.ones_like(x))
 
 
-def _vmap_views_dtypes() -> bool:
-    """Return whether this torch has a rule for the view that codes need: 2.13 has, 2.11 has not."""
-    try:
-        torch.vmap(lambda t: t.view(torch.uint8))(torch.zeros(2, 2, dtype=torch.int8))
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same")
-def test_8_bits_through_vmap_compile_and_meta() -> None:
-    """The specs compare numbers in float64, so codes are tried here."""
-    x = numbers(3, 4, 128)
-
-    def call(t: Tensor) -> Any:
-        return onepass.rms_norm(t, quantize="block")
-
-    want = call(x)
-    compiled: Any = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for found in (torch.vmap(call)(x) if _vmap_views_dtypes() else want, compiled(x)):
-        for a, b in zip(found, want, strict=True):
-            assert a.dtype == b.dtype
-            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0)
-    meta = onepass.rms_norm(x.to("meta"), quantize="row")
-    assert (meta.values.shape, meta.scales.shape) == ((3, 4, 128), (3, 4, 1))
-    for rows, cols in ((0, 128), (1, 128), (2, 1), (2, 0)):
-        out = onepass.rms_norm(numbers(rows, cols), quantize="row")
-        assert (out.values.shape, out.scales.shape) == ((rows, cols), (rows, 1))
+@pytest.mark.parametrize("at", ["cpu", "meta"])
+def test_shapes_of_8_bits(at: str) -> None:
+    """Modes of torch: tests/ops/test_torchs_calls.py."""
+    by: Any
+    for by, shape, scales in (
+        ("row", (3, 4, 128), (3, 4, 1)), ("row", (0, 128), (0, 1)), ("row", (1, 128), (1, 1)), ("row", (2, 1), (2, 1)),
+        ("row", (2, 0), (2, 1)), ("block", (2, 384), (2, 3)),
+    ):  # fmt: skip
+        out = onepass.rms_norm(torch.zeros(shape, device=at), quantize=by)
+        assert (out.values.shape, out.scales.shape) == (shape, scales)
 
 
 def test_both_terms_of_the_sum_get_one_gradient() -> None:

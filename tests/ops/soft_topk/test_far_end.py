@@ -10,8 +10,8 @@ from torch import Tensor
 
 import onepass
 from conftest import INTERPRET
-from onepass.ops.soft_topk.definition import gate
 from onepass.ops.soft_topk.op import KINDS
+from ops.soft_topk.test_properties import solved
 
 SCORES = ("normal", "linspace", "ties", "plateau", "bimodal", "shifted", "low")
 # the largest gap to a gate of float64 for the same scores, k and eps, both as float32 holds them
@@ -33,24 +33,6 @@ def scores(name: str, n: int) -> Tensor:
         # a dozen scores below thousands of equal ones
         "low": torch.cat((low, torch.full((n - 12,), 0.05))),
     }[name]
-
-
-def solved(s: Tensor, k: float, eps: float, kind: str) -> Tensor:
-    """Gates (n,) in float64, by bisection on Σ y - k as a count and what gates differ from 0 and 1 by."""
-    s = s.double()
-    if k >= len(s):
-        return torch.ones_like(s)
-    lo, hi = s.min() - 60 * eps, s.max() + 60 * eps
-    for _ in range(60):
-        middle = (lo + hi) / 2
-        u = (s - middle) / eps
-        if kind == "capped_exp":
-            high = gate(u, kind)[0].sum() >= k
-        else:
-            lacking = gate(-u.abs(), kind)[0]
-            high = (u > 0).sum() - k + torch.where(u > 0, -lacking, lacking).sum() >= 0
-        lo, hi = torch.where(high, middle, lo), torch.where(high, hi, middle)
-    return gate((s - (lo + hi) / 2) / eps, kind)[0]
 
 
 @pytest.mark.parametrize(
@@ -115,20 +97,6 @@ def test_mask_and_a_k_for_each_row(kind: str) -> None:
         for i in range(3):
             expected = solved(s[i, mask[i]], k[i].item(), eps, kind)
             assert (y[i, mask[i]].double() - expected).abs().max() <= LARGEST, (name, i)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "laplace"])
-def test_scores_of_16_bits(kind: str) -> None:
-    """A gate is rounded, by half a unit in its last place: little for a small one."""
-    n = 16384
-    k = torch.tensor([n - 1.0, n - 0.5, n - 0.0625, n - 1 / 512])
-    for name, eps in (("normal", 1 / 64), ("ties", 1 / 32), ("bimodal", 1 / 64), ("low", 1 / 16)):
-        s = scores(name, n).half()
-        y = onepass.soft_topk(s.expand(4, n), k, eps=eps, kind=kind)
-        for row, of_k in zip(y, k.tolist(), strict=True):
-            expected = solved(s, of_k, eps, kind)
-            rounding = expected * torch.finfo(torch.float16).eps / 2
-            assert ((row.double() - expected).abs() <= LARGEST + rounding).all(), (name, of_k)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "laplace"])

@@ -168,7 +168,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scores": torch.nested.nested_tensor([S])}, TypeError, r"scores must be dense, got a nested .*to_padded_tensor"),
     ({"k": torch.ones(())}, TypeError, r"k must be an int, got Tensor; pass int\(k\)"),
     ({"k": True}, TypeError, "k must be an int, got bool"),
-    ({"mask": torch.ones(5)}, TypeError, "mask must be bool"),
+    ({"mask": torch.ones(5)}, TypeError, "mask must be bool.* of an additive mask of 0 and -inf, pass mask == 0"),
     ({"start": 1}, TypeError, r"start must be a tensor, got int; pass torch.tensor\(start\)"),
     ({"lengths": torch.ones(2)}, TypeError, "lengths must be int32 or int64, got torch.float32; pass lengths.int"),
     ({"lengths": torch.ones(3).int()}, ValueError, r"lengths must broadcast to .*\(2,\), got \(3,\)"),
