@@ -29,7 +29,7 @@ def table(records: Pairs) -> str:
         words + " or ".join(sorted({str(record[name]) for record in told}))
         for name, words in (("card", ""), ("torch", "torch "), ("text", "text "), ("date", ""))
     )
-    heads = ["task", "in view", "seconds", "family", "bits per byte", "behind", "model", "seeds", *_HEADS]
+    heads = ["task", "in view", "seconds", "family", "bits per byte", "behind", "model", "runs", *_HEADS]
     lines = ["# The best model for a budget of seconds", "", about, "", *_heading(heads)]
     for (task, n, seconds), families in best(records).items():
         means = {family: float(np.mean([r["bits"] for _, r in some])) for family, some in families.items()}

@@ -195,7 +195,7 @@ def cut(folder: Path, run: Run) -> Path:
 
 
 def best(records: Iterable[tuple[Run, Record]]) -> dict[tuple[str, int, float], dict[str, list[tuple[Run, Record]]]]:
-    """Return task, n, seconds → family → the runs, one a seed, of the model with the fewest mean bits."""
+    """Return task, n, seconds → family → the runs of the model with the fewest mean bits."""
     models: dict[tuple[str, int, float], dict[str, dict[Run, list[tuple[Run, Record]]]]] = {}
     for run, record in records:
         if "bits" in record:
