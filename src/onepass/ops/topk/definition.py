@@ -95,10 +95,10 @@ def clamped(n: int, start: Tensor | None, lengths: Tensor | None) -> tuple[Tenso
 AT_ONCE = 1 << 18
 # columns of a block; least rows of WORTH·k blocks, and least scores of all rows, that are selected from the best blocks
 BLOCK, WORTH, LEAST_COLUMNS, LEAST = 32, 16, 1 << 13, 1 << 17
-# up to this part of a row torch.topk keeps a heap, which is cheaper than numbers
+# up to this part of a row torch.topk keeps a heap
 OF_HEAP = 64
-# longest rows whose 16-bit scores and columns share 32 bits
-MOST_OF_16 = 1 << 16
+# last bits that are 0 in scores of 16 bits as fp32, and of 32 as float64
+SPARE = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 29}
 
 
 def select(
@@ -121,16 +121,11 @@ def select(
     if blocks is not None:
         indices = blocks.gather(-1, indices // BLOCK) * BLOCK + indices % BLOCK
     values = rows.gather(-1, indices)
-    # what is missing stays last
     lost = values == missing
-    # only a CPU's results can be looked at without waiting for a device
-    some_lost = rows.device.type != "cpu" or bool(lost.any())
-    if some_lost:
-        indices = indices.masked_fill(lost, n)
     if not is_sorted:
-        values, indices = _by_column(values, indices, n)
-    if some_lost:
-        indices = indices.masked_fill(indices == n, -1)
+        # what is missing stays last
+        values, indices = _by_column(values, indices.masked_fill(lost, n), n)
+    indices = indices.masked_fill(lost, -1)
     # not views, which autograd forbids to change in place
     shaped = torch.ops.aten._unsafe_view
     return shaped(values, shape), shaped(indices.to(index_dtype), shape)
@@ -164,26 +159,19 @@ def _parts(rows: Tensor) -> list[slice]:
 
 def _best(rows: Tensor, k: int, largest: bool) -> Tensor:
     """Return the columns of the k best scores, best first and the first of equals first."""
-    size, n = rows.element_size(), rows.shape[-1]
-    if rows.device.type != "cpu":
+    n, on_cpu = rows.shape[-1], rows.device.type == "cpu"
+    if on_cpu and rows.element_size() < 8 and n < 1 << SPARE[torch.float32]:
+        return _by_number(rows, k, largest)
+    if not on_cpu or k == n:
         return _by_sort(rows, k, largest)
-    slowly, found = _by_sort if size == 8 else _by_number, []
-    heap = k < n and (size == 8 or (size == 4 and (k + 1) * OF_HEAP <= n))
-    for at in _parts(rows):
-        if not heap:
-            found.append(slowly(rows[at], k, largest))
-            continue
-        # one more shows whether the k-th has equals
-        values, indices = rows[at].topk(k + 1, largest=largest)
-        again = (values[:, 1:] == values[:, :-1]).any(-1)
-        if not math.isfinite(rows[at].sum().item()):
-            again.logical_or_(rows[at].isnan().any(-1))
-        if again.any():
-            indices[again, :k] = slowly(rows[at][again], k, largest)
-        found.append(indices[:, :k])
-        # where many rows have equals, those that follow will, too
-        heap = 4 * int(again.sum()) <= len(again)
-    return torch.cat(found)
+    # one more shows whether the k-th has equals
+    values, indices = rows.topk(k + 1, largest=largest)
+    again = (values[:, 1:] == values[:, :-1]).any(-1)
+    if not math.isfinite(rows.sum().item()):
+        again.logical_or_(rows.isnan().any(-1))
+    if again.any():
+        indices[again, :k] = _by_sort(rows[again], k, largest)
+    return indices[:, :k].contiguous()
 
 
 def _by_sort(rows: Tensor, k: int, largest: bool) -> Tensor:
@@ -194,25 +182,35 @@ def _by_sort(rows: Tensor, k: int, largest: bool) -> Tensor:
 
 
 def _by_number(rows: Tensor, k: int, largest: bool) -> Tensor:
-    """Return `_best` by numbers of a score's order and, below it, its column from the end: no two are equal."""
-    n = rows.shape[-1]
-    # 16 bits of score and as many of column, or 32
-    if rows.element_size() == 2 and n <= MOST_OF_16:
-        half, bits, wide = 16, torch.int16, torch.int32
-    else:
-        half, bits, wide, rows = 32, torch.int32, torch.int64, rows.float()
-    highest = (1 << (half - 1)) - 1
-    # adding 0 makes +0 of −0
-    keys = rows + 0.0 if largest else 0.0 - rows
-    finite = math.isfinite(keys.sum().item())
-    # the bits of a float, as an integer, are in its order, if those of negative numbers are inverted
-    order = keys.view(bits)
-    order ^= (order >> half - 1).bitwise_and_(highest)
-    if not finite:
-        order.masked_fill_(rows.isnan(), highest)
-    from_end = torch.arange(n - 1, -1, -1, dtype=wide, device=rows.device)
-    number = order.to(wide).bitwise_left_shift_(half).bitwise_or_(from_end)
-    return number.topk(k).values.bitwise_and_((1 << half) - 1).neg_().add_(n - 1).long()
+    """Return `_best` by numbers, no two equal: bits of a wider float, the last of which are the column from the end."""
+    n, parts, found = rows.shape[-1], _parts(rows), []
+    spare, wide, bits = SPARE[torch.float32], torch.float64, torch.int64
+    if rows.element_size() == 2 and n < 1 << SPARE[rows.dtype]:
+        spare, wide, bits = SPARE[rows.dtype], torch.float32, torch.int32
+    # most of a heap's time is what enters it and leaves again: k numbers ahead that the k best exceed keep that out
+    ahead = k if OF_HEAP * k <= n else 0
+    from_end = torch.arange(n, 0, -1, dtype=bits, device=rows.device)
+    # new memory for each part would cost as much as a pass over it
+    room = rows.new_empty((len(rows[parts[0]]), ahead + n), dtype=wide)
+    for at in parts:
+        keys, positive = room[: len(rows[at])], False
+        scores = keys[:, ahead:].copy_(rows[at] if largest else -rows[at])
+        if not math.isfinite(rows[at].sum().item()):
+            # one NaN for all, above infinity
+            scores.masked_fill_(scores.isnan(), math.nan)
+        if ahead:
+            # k groups have a score each that reaches the least of their best; NaN tells nothing
+            least = scores[:, : n // k * k].view(len(keys), k, n // k).amax(-1).amin(-1, keepdim=True)
+            keys[:, :ahead] = least.nan_to_num_(-math.inf, math.inf, -math.inf)
+            positive = bool((least > 0).all())
+        number = keys.view(bits)
+        if not positive:
+            # adding 0 makes +0 of −0; bits of negative scores are in the order of magnitudes
+            keys.add_(0.0)
+            number ^= (number >> torch.iinfo(bits).bits - 1).bitwise_and_(torch.iinfo(bits).max >> spare << spare)
+        number[:, ahead:].bitwise_or_(from_end)
+        found.append(number.topk(k).indices)
+    return torch.cat(found).sub_(ahead)
 
 
 def _by_column(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
