@@ -310,7 +310,7 @@ def native(
     layer norms with rows far from zero whose gradients are wanted, and for RMS norms with gradients: torch's takes the
     cube of 1/rms, which underflows from |x| of about 1e13 on.
     """
-    if INTERPRET or not x.is_cpu or residual is not None or gate is not None:
+    if INTERPRET or not x.is_cpu or x.is_nested or residual is not None or gate is not None:
         return None
     eps, offset, has_mean, stable, *others = options
     if stable or tuple(others) != NONE or torch._C._is_any_autocast_enabled():

@@ -106,6 +106,7 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     yield BadCall("0-d x", lambda: op(torch.ones(())), ValueError, "at least one dimension")
     yield BadCall("integer x", lambda: op(torch.ones(2, 3, dtype=torch.int64)), TypeError, "x must be float.*int64")
     yield BadCall("list", lambda: op([1.0]), TypeError, "x must be a tensor, got list")
+    yield BadCall("nested x", lambda: op(torch.nested.nested_tensor([x])), TypeError, "x must be dense, got a nested")
     yield BadCall("residual", lambda: op(x, w, residual=w), ValueError, r"residual must .* \(2, 3\); got \(3,\)")
     yield BadCall("eps", lambda: op(x, w, eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
     yield BadCall("eps nan", lambda: op(x, w, eps=math.nan), ValueError, "eps must be ≥ 0, got nan")
@@ -134,8 +135,7 @@ def _rms_norm_bad() -> Iterator[BadCall]:
     yield from _bad_calls(rms_norm, "rms_norm")
     x, w = torch.ones(2, 3), torch.ones(3)
     op: Any = rms_norm
-    call: Any = partial(op, w)
-    yield BadCall("eps as bias", lambda: call(w, 1e-5), TypeError, r"write rms_norm\(.*eps=1e-05\)")
+    yield BadCall("eps as bias", lambda: op(w, w, 1e-5), TypeError, r"write rms_norm\(.*eps=1e-05\)")
     yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
     yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
     yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
@@ -148,9 +148,9 @@ def _rms_norm_bad() -> Iterator[BadCall]:
     yield BadCall("half groups", lambda: op(x, groups=1.5), TypeError, "groups must be an int, got float")
     yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
     yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")
-    yield BadCall("rounding", lambda: call(rounding="never"), ValueError, "rounding must be 'once' or 'twice'")
-    yield BadCall("twice, offset", lambda: call(w, rounding="twice", offset=1.0), ValueError, "'twice' takes no offset")
-    yield BadCall("twice, bias", lambda: call(bias=w, rounding="twice"), ValueError, "rounding='twice' takes no bias")
+    yield BadCall("rounding", lambda: op(w, rounding="never"), ValueError, "rounding must be 'once' or 'twice'")
+    yield BadCall("twice, offset", lambda: op(w, w, rounding="twice", offset=1.0), ValueError, "'twice' takes no offset")
+    yield BadCall("twice, bias", lambda: op(w, bias=w, rounding="twice"), ValueError, "rounding='twice' takes no bias")
 
 
 def _in_8_bits(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
