@@ -47,12 +47,8 @@ def _(sample: str, place: int | str, alike: bool) -> None:
 
     rows = spec.name in BY_ROWS and isinstance(place, int) and place < x.dim() - 1
     out = p if rows and x.shape[place] >= mesh().size() else None
-    compare(
-        call,
-        list(tensors.values()),
-        [p if t is x or (alike and f) else [R] for t, f in zip(tensors.values(), fit, strict=True)],
-        out=out,
-    )
+    placements = [p if t is x or (alike and f) else [R] for t, f in zip(tensors.values(), fit, strict=True)]
+    compare(call, list(tensors.values()), placements, out=out)
 
 
 @many("torch's ways of calling", {"place": [0, 1, 2]})
@@ -66,6 +62,8 @@ def _(place: int) -> None:
     compare(lambda s: onepass.topk(s, 3, 1, mask=allowed(s)), [x], [p])
     compare(lambda s: onepass.soft_topk(s, 3, dim=0, mask=allowed(s)), [x], [p])
     compare(lambda x, w: onepass.layer_norm(x, (6, 8), w, w, 1e-3), [x, w], [p, [R]])
+    # of the sum alone the weight has no gradient
+    compare(lambda x, w: onepass.layer_norm(x, (6, 8), w, residual=x)[1], [x, w], [p, [R]])
 
 
 @case("calls that differ in a flag alone are placed anew")

@@ -86,8 +86,8 @@ def _whole(n: int, t: Any) -> Any:
         return t
     from torch.distributed.tensor import Replicate
 
-    split = [p.is_shard() and p.dim % t.dim() >= t.dim() - n for p in placements]
-    return t.redistribute(placements=[Replicate() if s else p for s, p in zip(split, placements, strict=True)])
+    whole = [Replicate() if p.is_shard() and p.dim % t.dim() >= t.dim() - n else p for p in placements]
+    return t if whole == [*placements] else t.redistribute(placements=whole)  # its backward fails without a gradient
 
 
 def check_arguments(
