@@ -45,10 +45,15 @@ def concerns(test: str, names: set[str]) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes a device has one on a CPU and one, marked gpu, on CUDA, unless its own mark says otherwise."""
-    marks = metafunc.definition.iter_markers("parametrize")
-    if "device" in metafunc.fixturenames and not any("device" in mark.args[0] for mark in marks):
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    """Without a mark of its own a test's device is a CPU and, marked gpu, CUDA; and a bool that it takes is both."""
+    marks = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    marked = {name for names in marks for name in (names.split(",") if isinstance(names, str) else names)}
+    kinds = metafunc.function.__annotations__
+    for name in [name for name in metafunc.fixturenames if name not in marked]:
+        if name == "device":
+            metafunc.parametrize(name, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+        elif kinds.get(name) == "bool":
+            metafunc.parametrize(name, [False, True])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,8 +28,6 @@ def test_the_exercises_function_is_weighted_sum_of_one_vector() -> None:
         WeightedSumFunc.apply(torch.randn(5, 7), torch.randn(2, 7))
 
 
-@pytest.mark.parametrize("use_triton", [False, True])
-@pytest.mark.parametrize("decoupled", [False, True])
 def test_trajectory(use_triton: bool, decoupled: bool) -> None:
     """Decoupled, the rate given stays the peak: under a scheduler, after the original's checkpoint, in a copy."""
     a = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -90,7 +88,6 @@ def test_the_originals_arguments() -> None:
     )
 
 
-@pytest.mark.parametrize("use_triton", [False, True])
 def test_layernorm_is_layer_norm(use_triton: bool) -> None:
     x, gamma = torch.randn(4, 7, 48, requires_grad=True), torch.randn(48, requires_grad=True)
     for stable in (False, True):

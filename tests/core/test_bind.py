@@ -107,7 +107,6 @@ def test_rings_go_before_the_block_and_stay_during_it() -> None:
     assert during() is None
 
 
-@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("block", [collected, no_collection])
 def test_the_collector_is_afterwards_as_before(
     block: Callable[[], AbstractContextManager[None]], enabled: bool

@@ -56,7 +56,6 @@ def of_triton(*tensors: Tensor) -> None:
     core.launch_specialized({(1,): lambda *args, **options: None}, (1,), *tensors)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: FakeGpu, packed: bool) -> None:
     """Whether a launcher takes the kernel's arguments one by one or as one tuple."""
     gpu.packed = packed

@@ -73,7 +73,6 @@ def test_a_whole_layer(device: str, name: str, half: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=most)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 def test_shapes_without_memory(device: str, causal: bool) -> None:
     """FakeTensors take no kernel, under Triton's interpreter neither."""
     outs = []
@@ -166,7 +165,6 @@ def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
 @torch.no_grad()
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("routed", [True, False])
 def test_half_precision_and_many_keys(dtype: torch.dtype, routed: bool) -> None:
     """Every token chosen, so that no choice hangs on rounding; far keys in several parts; beside float64."""
     torch.manual_seed(0)

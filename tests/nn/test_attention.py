@@ -47,8 +47,6 @@ def _agrees(layer: nn.Module, inputs: list[Tensor], masks: list[Tensor | None], 
         assert ("router_q" in ran) == hooked
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("n", [4 * WINDOW, 3 * WINDOW + 5, 3])
 def test_values_and_gradients(causal: bool, masked: bool, n: int) -> None:
     mask = holes(n) if masked else None
@@ -96,7 +94,6 @@ def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_bias_counts(name: str, causal: bool) -> None:
     """The node has none; a parameter or not."""

@@ -228,7 +228,6 @@ def test_exported_with_named_batch_and_length(spec: Layer) -> None:
     torch.testing.assert_close(program(x, mask), layer(x, mask))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @layers
 def test_checkpoint_repeats_bit_for_bit(spec: Layer, reentrant: bool, device: str) -> None:
     layer, x = made(spec, device), _x(device).requires_grad_()
@@ -246,7 +245,6 @@ def test_checkpoint_repeats_bit_for_bit(spec: Layer, reentrant: bool, device: st
             assert torch.equal(a, e)
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @layers
 def test_shapes_of_meta_tensors(spec: Layer, masked: bool) -> None:
     layer, x = made(spec, "meta"), torch.empty(3, 40, DIM, device="meta", requires_grad=True)
@@ -282,7 +280,6 @@ def test_what_looks_at_any_module_is_called(spec: Layer, kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True])
 @layers
 def test_a_gpu_gives_what_a_cpu_gives(spec: Layer, masked: bool) -> None:
     layer, mask = made(spec), holes(40) if masked else None
@@ -317,8 +314,6 @@ def test_empty_and_shortest(spec: Layer, batch: int, n: int) -> None:
         _gives_gradients_of_zero(layer, layer(_x(batch=batch, n=n)))
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("training", [False, True])
 @those("mask packed")
 def test_packed_sequences_without_tokens(spec: Layer, training: bool, hooked: bool) -> None:
     layer = made(spec).train(training)
@@ -464,7 +459,6 @@ def test_nothing_reaches_what_it_must_not(spec: Layer, data: st.DataObject) -> N
             assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches earlier ones"
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("spec", [s for s in TABLE if "causal" in s.name], ids=lambda s: s.name)
 def test_no_later_token_counts(spec: Layer, autocast: bool, device: str) -> None:
     n, step = (500, 7) if device == "cuda" else (40, 3)

@@ -193,7 +193,6 @@ REFUSED: list[tuple[int, Tensor, list[int] | None, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize(("before", "x", "lengths", "error", "match"), REFUSED)
 def test_a_refused_call_leaves_its_cache(
     before: int, x: Tensor, lengths: list[int] | None, error: type[Exception], match: str, watched: bool

@@ -33,9 +33,6 @@ def _mask(first: int, second: int) -> Tensor:
 
 
 @gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
 def test_the_bits_of_the_block(causal: bool, masked: bool, autocast: bool) -> None:
     """Outputs and gradients, for tokens and masks that change, and summed over two passes."""
     eager = _block(causal)

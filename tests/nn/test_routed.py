@@ -46,7 +46,6 @@ ROUTERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("kind", ["feed-forward", "without bias", "any modules"])
-@pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_are_those_of_the_definition(router: str, kind: str, masked: bool) -> None:
     """As one node and as modules; the definition has its gradients through the gates that each of them returns."""
     torch.manual_seed(1)
@@ -147,9 +146,6 @@ def _block(causal: bool = False, k: float = 1 / 4, **kwargs: Any) -> RoutedBlock
     return RoutedBlock(DIM, k, heads=2, dim_head=6, window=WINDOW, causal=causal, **kwargs)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
 def test_each_half_is_added_to_the_residual_stream(causal: bool, masked: bool, autocast: bool) -> None:
     """Inside the halves' nodes; a hook on a half sees its own output."""
     block, x = _block(causal), tokens(40, 3, DIM).transpose(0, 1).requires_grad_()
@@ -188,7 +184,6 @@ def test_how_many_each_half_chooses(kwargs: dict[str, Any], expected: tuple[floa
     assert (block.feed_forward.k, block.attention.k_q, block.attention.k_kv) == expected
 
 
-@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("n", [16, 20, 3])
 def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: int, hooked: bool) -> None:
     """Keys of each window are its own. Others of its eight are in `test_router.py`, which says where the rest is."""

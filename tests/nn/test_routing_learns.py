@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -25,7 +24,6 @@ def _layer_and_tokens() -> tuple[RoutedFeedForward, Tensor, Tensor]:
     return layer, torch.randn(3, 50, DIM).double(), torch.randn(3, 50, DIM).double()
 
 
-@pytest.mark.parametrize("masked", [False, True])
 def test_exploring_adds_what_its_formula_says_to_the_vector_alone(masked: bool) -> None:
     layer, x, dy = _layer_and_tokens()
     router = layer.router

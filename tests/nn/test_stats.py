@@ -69,7 +69,6 @@ def test_numbers_are_the_definition(batch: int, n: int, k: int, routes: int, mas
     assert _of(scalars, "b.router") == pytest.approx(_expected(outputs[1], real, outputs[0]))
 
 
-@pytest.mark.parametrize("causal", [False, True])
 def test_blocks(causal: bool) -> None:
     mask, x, routings = first(40, 40, 25, 0), _tokens(), []
     for _ in range(3):

@@ -56,7 +56,6 @@ def results(y: Tensor, x: Tensor, made: nn.Module) -> list[Tensor]:
 
 
 @shapes
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [{"hidden_dim": 24}, {"heads": 3}, {"num_experts": 5, "hidden_dim": 8}])
 def test_values_and_gradients_are_those_of_the_definition(
     window: int | None, causal: bool, masked: bool, options: dict[str, Any]

@@ -81,7 +81,6 @@ def models(**options: Any) -> list[tuple[nn.Module, Lion]]:
     return made
 
 
-@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
 @pytest.mark.parametrize("options", [{}, {"cautious": True}, {"state_dtype": "int8"}], ids=str)
 def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any], closure: bool) -> None:

@@ -100,7 +100,6 @@ def test_many_steps_with_infinite_gradients(
     assert skipped == [step for step, event in enumerate(EVENTS) if event is not None]
 
 
-@pytest.mark.parametrize("unscale", [False, True])
 def test_clipping_of_scaled_gradients(unscale: bool, device: str) -> None:
     """The norm is that of unscaled gradients, whether the scaler or the step divides by the scale."""
     a = make_params(shapes=SHAPES, device=device)

@@ -26,7 +26,6 @@ def _training(path: Path, **values: object) -> loop.Training:
     return loop.Training(settings, corpus, run, 50)
 
 
-@pytest.mark.parametrize("together", [False, True])
 def test_each_call_gives_the_gradients_of_this_call_alone(together: bool) -> None:
     """In one buffer each begins where kernels may read 16 bytes; a parameter without a gradient keeps none."""
     model, idle = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)), nn.Parameter(torch.ones(4))

@@ -46,8 +46,6 @@ def _kinks(s: Tensor, k: Tensor | float, options: dict[str, Any], mask: Tensor |
 
 @pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @pytest.mark.parametrize("shift", [0.0, -3.0, 2.0])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: "-".join(f"{v}" for v in o.values()))
 def test_float64_is_the_published_iteration(options: dict[str, Any], per_row: bool, masked: bool, shift: float) -> None:
     for seed in range(4):

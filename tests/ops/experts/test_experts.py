@@ -123,7 +123,6 @@ def test_loads(device: str, load: str) -> None:
         assert not dx.any()
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> None:
     """As in decoding: kernels of their own on a GPU, the same function."""

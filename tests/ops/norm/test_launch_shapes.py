@@ -36,7 +36,6 @@ def test_forward_tiles(itemsize: int) -> None:
         assert cols <= 128 or chunks * tile.cols - cols < max(256, cols / 3), "idle lanes"
 
 
-@pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("shared", [49152, 101376, 166912, 232448])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_backward_tiles(itemsize: int, shared: int, stable: bool) -> None:

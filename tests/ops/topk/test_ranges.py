@@ -159,8 +159,6 @@ def test_what_follows_a_pivot(kind: str, n: int, k: int, ways: list[str], monkey
     assert taken == ways * 3
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("ties", ["first", "last"])
 def test_gradients_within_ranges(ties: str, largest: bool, is_sorted: bool) -> None:
     """As with a mask of the same entries; the smallest are the largest of the negated scores, the last the first."""
