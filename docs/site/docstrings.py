@@ -9,10 +9,11 @@ import griffe
 from latex2mathml.converter import convert
 
 BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
-# a list or an index, which Markdown would read as a link
-BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
+# code, or a list or an index that Markdown would read as a link
+BRACKETS = re.compile(r"(`+).*?\1|(^\[|(?<=\])\[)", re.DOTALL | re.MULTILINE)
 # a line of = over each column, the head, such a line, the rows, such a line
 TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)+?)\1\2\n((?:.*\n)+?)\1\2$", re.MULTILINE)
+TEXT = re.compile(r"\\text\{.*?\}")
 INLINE = re.compile(r":math:`([^`]+)`")
 ROLE = re.compile(r":(?:func|class|meth):(?=`)")
 # griffe would read what stands before a colon of the first line as a type: it gets the signature's
@@ -30,7 +31,7 @@ class Mathematics(griffe.Extension):
             text = ROLE.sub("", BLOCK.sub(_fenced, TABLE.sub(_table, text)))
             if isinstance(obj, griffe.Function) and obj.returns:
                 text = RETURNS.sub(rf"\g<0>{obj.returns}: ", text)
-            text = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, text))
+            text = BRACKETS.sub(lambda found: f"\\{found[0]}" if found[2] else found[0], INLINE.sub(_inline, text))
             obj.docstring.value = "Examples:".join([text, *example])
 
 
@@ -54,5 +55,6 @@ def _inline(found: re.Match[str]) -> str:
 
 def _fenced(found: re.Match[str]) -> str:
     # latex2mathml shows the backslash of an escaped underscore within \text
-    indent, tex = found[1], " ".join(line.strip() for line in found[2].splitlines()).replace(r"\_", "_")
+    tex = TEXT.sub(lambda text: text[0].replace(r"\_", "_"), " ".join(line.strip() for line in found[2].splitlines()))
+    indent = found[1]
     return f"{indent}```tex\n{indent}{tex.strip()}\n{indent}```\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path, PurePosixPath
+from textwrap import indent
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -52,11 +53,14 @@ PAGES = {
 WIDE = ("examples.md", "performance.md", "evidence.md", "reliability.md", "files/benchmarks/results/bars.md")
 # lab notes and raw records are read by who follows a link
 UNSEARCHED = ("lab/", "files/", "budget.md", "measuring.md", "changelog.md")
-LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+# not the index and the call of kernel[grid](x)
+LINK = re.compile(r"(?<!\w)(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 # the ends of a name's parts, where a phone may break it, and code in the cells of tables
 JOINT = re.compile(r"(?<=[A-Za-z][._/=(])(?=[A-Za-z0-9\"&])(?!py\b)|(?<=[a-z])(?=[A-Z])")
 CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+TEX = re.compile(r"\$\$(.+?)\$\$|\$(\\.+?)\$")
+INNER = re.compile(r"^ {3}```.*?^ {3}```\n", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
 
@@ -105,11 +109,17 @@ class Site:
             return f"{label}({posixpath.relpath(there, posixpath.dirname(place) or '.')}{mark}{anchor})"
 
         parts = FENCE.split(text)
-        return "".join(part if part.startswith("```") else LINK.sub(one, lists(part)) for part in parts)
+        return "".join(p if p.startswith("```") else TEX.sub(math, LINK.sub(one, lists(p))) for p in parts)
+
+
+def math(found: re.Match[str]) -> str:
+    """Draw TeX that stands as GitHub reads it: between $$, or within a line between $."""
+    return f"<span>{convert(found[2])}</span>" if found[2] else formula(found[1], "", "", {}, None)
 
 
 def lists(text: str) -> str:
-    """Write lists as MkDocs reads them: an empty line before the first item, four spaces before an inner one."""
+    """Write lists as MkDocs reads them: an empty line before the first item, four spaces before what is inside one."""
+    text = INNER.sub(lambda block: indent(block[0], " ") + "\n", text)
     text = re.sub(r"^ {2,3}(?=[-*] )", "    ", text, flags=re.MULTILINE)
     return re.sub(r"^(?![-*|#>]|\d+\.|\s)(.+\n)(?=(?:[-*]|1\.) )", r"\1\n", text, flags=re.MULTILINE)
 

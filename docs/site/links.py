@@ -1,16 +1,20 @@
 """Check a built site: every link and picture leads to a file that is there, every fragment to an element with that id.
 
 MkDocs checks Markdown links; this also reads what themes, docstrings and raw HTML wrote. It finds examples whose
-prompts (>>>) Markdown read as quotations, tables, lists and marks of code that it read as text, and a module in the
+prompts (>>>) Markdown read as quotations, tables, lists, code and TeX that it read as text, and a module in the
 place of the function that has its name, too.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+# what stays of Markdown that was not read as such
+MARKS = re.compile(r"\|---|\n[-*] |\n\d\. |``|\$\$|\$\\")
 
 
 class Page(HTMLParser):
@@ -34,7 +38,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         code = self.lasttag in ("code", "pre", "span", "style", "script")
-        self.flat = self.flat or (not code and any(mark in data for mark in ("|---", "\n- ", "``")))
+        self.flat = self.flat or (not code and MARKS.search(data))
 
 
 def dead(root: Path) -> list[str]:
@@ -45,7 +49,7 @@ def dead(root: Path) -> list[str]:
         if page.quotes:
             found.append(f"{path.relative_to(root)}: a quotation, most likely an example that is no code")
         if page.flat:
-            found.append(f"{path.relative_to(root)}: `` that is text, or a table or list: put an empty line before it")
+            found.append(f"{path.relative_to(root)}: code, TeX, list or table as text: put an empty line before it")
         if page.module:
             found.append(f"{path.relative_to(root)}: a module instead of its function: name both, module.function")
         for link in sorted(page.links):
