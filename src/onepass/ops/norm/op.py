@@ -445,7 +445,7 @@ def layer_norm(
         tensor([1., 3.])
     """
     if unknown:
-        here = "gates, groups and 8 bits are rms_norm's; write torch's operations around layer_norm(x, weight, bias)"
+        here = "it takes eps, offset, stable, residual, out_dtype; write rms_norm's other options as torch's operations"
         raise TypeError(f"layer_norm: there is no {next(iter(unknown))}=; {here}")
     n = 1
     if more or isinstance(weight, _SHAPES):

@@ -126,7 +126,7 @@ def _layer_norm_bad() -> Iterator[BadCall]:
     call: Any = partial(layer_norm, x)
     yield BadCall("eps None", lambda: call(eps=None), TypeError, "number ≥ 0, got NoneType")
     for name, value in {"gate": x, "groups": 3, "quantize": "row"}.items():
-        message = f"there is no {name}=; .*rms_norm's; write torch's operations around layer_norm"
+        message = f"there is no {name}=; .*write rms_norm's other options as torch's operations"
         yield BadCall(f"no {name}", partial(call, **{name: value}), TypeError, message)
     yield BadCall("bias", lambda: call(bias=torch.ones(2)), ValueError, r"bias must be \(3,\).*\(2,\)")
 
