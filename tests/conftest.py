@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in [name for name in metafunc.fixturenames if name not in marked]:
         if name == "device":
             metafunc.parametrize(name, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-        elif kinds.get(name) == "bool":
+        elif kinds.get(name) in ("bool", bool):
             metafunc.parametrize(name, [False, True])
 
 
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _torch() -> Iterator[None]:
-    """Each test has torch's random state anew, and leaves its default dtype and its threads as they were."""
+    """Each test has torch's random state anew, and leaves its settings as they were."""
     # torch.manual_seed also asks every backend that is not there: a millisecond for each of thousands of tests
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
@@ -78,5 +78,7 @@ def _torch() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_default_dtype(torch.float32)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,20 +13,11 @@ from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
 
-@pytest.fixture
-def _nan_filled() -> Iterator[None]:
-    """`torch.empty` hands out NaN: what a kernel forgets to write shows."""
-    old = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = old
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_nan_filled")
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
 def test_every_output_is_written(spec: Spec, name: str, device: str) -> None:
+    """`torch.empty` hands out NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
     sample = build(spec, name, device, torch.float32)
     expected_nan = [bool(t.isnan().any()) for t in call(spec.reference, sample)]
     assert [bool(t.isnan().any()) for t in call(spec.op, sample)] == expected_nan

@@ -74,14 +74,6 @@ def test_memories_are_projected_only_when_chosen() -> None:
     assert seen == [(1, 16, CONTEXT)] * 2
 
 
-def _nothing_found(layer: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
-    """y, and what of ν is left to it where no key is seen."""
-    y, routing = layer(*args, return_routing=True)
-    n = y.shape[1]
-    gates = torch.zeros(len(y), n + 1).scatter(1, routing.q.indices % (n + 1), routing.q.gates)[:, :n]
-    return y, (1 - gates)[..., None] * layer.null
-
-
 @pytest.mark.parametrize("kind", ["plain", "causal", "cross"])
 @pytest.mark.parametrize(("k_q", "k_kv"), [(0, 4), (4, 0), (0, 0)])
 def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
@@ -89,7 +81,9 @@ def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
     x, of_cross = tokens(2, 20, DIM), kind == "cross"
     layer = _cross(1, 1) if of_cross else _layer(1, 1, causal=kind == "causal")
     layer.k_q, layer.k_kv = k_q, k_kv
-    y, left = _nothing_found(layer, x, *[tokens(2, 33, CONTEXT)] * of_cross)
+    y, routing = layer(x, *[tokens(2, 33, CONTEXT)] * of_cross, return_routing=True)
+    gates = torch.zeros(2, 21).scatter(1, routing.q.indices % 21, routing.q.gates)[:, :20]
+    left = (1 - gates)[..., None] * layer.null  # what of ν is left where no key is seen
     torch.testing.assert_close(y, left if of_cross else layer.light(x) + left)
     y.sum().backward()
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import onepass.nn
 from onepass.nn import WeightedSum
+from swapping.norms import shuffle
 
 CASES = [
     ("LayerNorm", (8,), {}),
@@ -21,18 +22,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def _shuffle(module: nn.Module) -> None:
-    for p in module.parameters():
-        nn.init.normal_(p)
-
-
 @pytest.mark.parametrize(("name", "shape", "options"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_norms_are_torchs(name: str, shape: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs, ours = (getattr(room, name)(shape, **options, dtype=dtype) for room in (nn, onepass.nn))
     assert isinstance(ours, type(theirs))
     assert repr(ours) == repr(theirs)
-    _shuffle(theirs)
+    shuffle(theirs)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(4, 2, 3, 8).to(dtype)
     torch.testing.assert_close(ours(x), theirs(x))

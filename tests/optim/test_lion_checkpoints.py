@@ -27,14 +27,6 @@ def train(optimizer: torch.optim.Optimizer, params: list[Tensor], steps: range) 
         optimizer.step()
 
 
-def through_disk(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
-
-
 @pytest.mark.parametrize(("library", "tolerance"), [("lion_pytorch", 1e-13), ("optimi", 1e-12)])
 def test_checkpoints_of_others_go_on(library: str, tolerance: float) -> None:
     a = make_params(torch.float64, SHAPES)
@@ -42,7 +34,9 @@ def test_checkpoints_of_others_go_on(library: str, tolerance: float) -> None:
     train(theirs, a, range(4))
     b = clones(a)
     ours = Lion(b, lr=1.0)
-    ours.load_state_dict(through_disk(theirs.state_dict()))
+    torch.save(theirs.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    ours.load_state_dict(torch.load(file, weights_only=True))
     assert ours.param_groups[0]["betas"] == (0.8, 0.95)
     train(theirs, a, range(4, 9))
     train(ours, b, range(4, 9))

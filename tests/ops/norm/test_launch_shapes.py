@@ -54,17 +54,12 @@ def test_a_row_that_fits_no_program_is_refused() -> None:
         launch.backward_tile(8193, 2, 2, 232448)
 
 
-@pytest.fixture
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.interpret
+@pytest.mark.parametrize("cols", [17, 64, 150])
+def test_rows_in_tiles(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward in tiles; backward without teams is torch's."""
     for name, value in (("MAX_FORWARD_COLS", 16), ("MAX_BACKWARD_COLS", 16), ("WIDE_WARP_COLS", 2)):
         monkeypatch.setattr(launch, name, value)
-
-
-@pytest.mark.interpret
-@pytest.mark.usefixtures("_small_tiles")
-@pytest.mark.parametrize("cols", [17, 64, 150])
-def test_rows_in_tiles(cols: int) -> None:
-    """Forward in tiles; backward without teams is torch's."""
     x, r = torch.randn(5, cols) + 2, torch.randn(5, cols)
     ties = (2 * torch.randn(5, cols)).round()
     ties[1] = -ties[1].abs() - 1
