@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -65,12 +66,10 @@ def settings() -> dict[str, str]:
 def cpu_name() -> str:
     """Return the processor's model name and how many cores this process may use."""
     name = platform.processor() or platform.machine()
-    try:
+    # /proc exists on Linux only
+    with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         name = found[1].strip() if found else name
-    except OSError:
-        # /proc exists on Linux only
-        pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
 

@@ -66,17 +66,19 @@ def test_wrong_arguments_are_refused_in_a_compiled_call_too() -> None:
         run(torch.randn(3, 8), torch.ones(7))
 
 
-def test_the_switch_is_read_at_import() -> None:
+def test_switches_are_read_at_import() -> None:
     code = """
 import os
-try:
-    import onepass
-except ValueError as error:
-    print(error)
-os.environ["ONEPASS_COMPILED_NORMS"] = "kernels"
+for name, value in (("BACKEND", "torch"), ("COMPILED_NORMS", "kernels")):
+    try:
+        import onepass
+    except ValueError as error:
+        print(error)
+    os.environ[f"ONEPASS_{name}"] = value
 from onepass.ops.norm import op
 print(op.COMPILED)
 """
-    environment = {**os.environ, "ONEPASS_COMPILED_NORMS": "fast"}
+    environment = {**os.environ, "ONEPASS_BACKEND": "x", "ONEPASS_COMPILED_NORMS": "x"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "ONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got 'fast'\nkernels\n"
+    told = "BACKEND must be 'auto' or 'torch', got 'x'\nONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got 'x'"
+    assert done.stdout == f"ONEPASS_{told}\nkernels\n"

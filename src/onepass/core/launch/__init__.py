@@ -1,6 +1,6 @@
 """Launch Triton kernels with little host time: which path a tensor takes, compiled kernels, recording and replay."""
 
-from .backend import INTERPRET, path, triton_installed, uses_triton
+from .backend import INTERPRET, path, uses_triton
 from .compiled import launch
 from .geometry import aligned, as_rows, cdiv, even_rows, next_power_of_2, sm_count
 from .replay import replayed
@@ -16,6 +16,5 @@ __all__ = [
     "path",
     "replayed",
     "sm_count",
-    "triton_installed",
     "uses_triton",
 ]

@@ -14,7 +14,9 @@ from onepass.core.eager import is_fake
 # Triton reads this when a kernel is decorated, so it stays as it was at import.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
-BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
+BACKEND = os.environ.get("ONEPASS_BACKEND") or "auto"
+if BACKEND not in ("auto", "torch"):
+    raise ValueError(f"ONEPASS_BACKEND must be 'auto' or 'torch', got {BACKEND!r}")
 
 
 @functools.cache
