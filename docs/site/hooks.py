@@ -50,7 +50,7 @@ PAGES = {
     **{f"src/onepass/{name}/README.md": f"operators/{posixpath.basename(name)}.md" for name in FOLDERS},
 }
 # pages whose tables and pictures take the room of the list of headings
-WIDE = ("examples.md", "performance.md", "evidence.md", "reliability.md", "files/benchmarks/results/bars.md")
+WIDE = ("examples.md", "topk.md", "performance.md", "evidence.md", "reliability.md", "files/benchmarks/results/bars.md")
 # lab notes and raw records are read by who follows a link
 UNSEARCHED = ("lab/", "files/", "budget.md", "measuring.md", "changelog.md")
 # not the index and the call of kernel[grid](x)
