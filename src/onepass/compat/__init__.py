@@ -3,8 +3,7 @@
 One module per original. To switch, change the import line of any name that the module has:
 
 =====================  =============================================================================================
-`lion_pytorch`         `Lion`, `update_fn`; the variants in lion-pytorch's `foreach` and `cautious_lion` are options of
-                       `onepass.optim.Lion`
+`lion_pytorch`         `Lion`, `update_fn`
 `colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`; modules: `contrib/colt5` in the repository
 `triton_transformer`   `layernorm`; no other layer
 `cs336`                `WeightedSumFunc`

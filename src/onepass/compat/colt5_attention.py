@@ -1,14 +1,7 @@
 """The functions of colt5-attention, on top of onepass: `coor_descent`, `triton_coor_descent` and `topk`.
 
-To switch, change ``from colt5_attention import …`` (or ``colt5_attention.triton_coor_descent``) into an import from
-here. The modules (``Conditional…`` and the router) are in the repository, in `contrib/colt5`, outside the package.
-docs/moving.md lists where results differ, because the original is faulty or limited. In short:
-
-* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` never chooses
-  masked entries (the original masks with the most negative float, which is -inf in 16 bits);
-* ``topk`` selects by the scores and returns them unchanged; the original selects by score × gate and returns that, so
-  the gradient of a negative score has the wrong sign;
-* any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
+The modules (``Conditional…`` and the router) are in `contrib/colt5` of the repository, outside the package.
+docs/moving.md lists where results differ, because the original is faulty or limited.
 """
 
 from __future__ import annotations
@@ -19,7 +12,6 @@ import torch
 from torch import Tensor
 
 from onepass.compat._absent import absent
-from onepass.core import check
 from onepass.ops._shared import arguments
 from onepass.ops.coor_descent.op import coor_descent as _coor_descent
 from onepass.ops.topk import op as _op
@@ -92,9 +84,7 @@ def topk(
     if coor_descent_k_ratio < 1:
         raise ValueError(f"topk: coor_descent_k_ratio must be ≥ 1, got {coor_descent_k_ratio}")
     arguments.whole("topk", "k", k, 1)
-    check.floating("topk", "x", x)
-    if x.dim() < 1:
-        raise ValueError("topk: x must have at least one dimension, got a 0-d tensor")
+    arguments.rows("topk", "x", x)
     values, indices, _ = _op.topk(x, k, mask=mask, pad=True)
     if non_differentiable:
         return TopkReturn(values, indices, None, None)

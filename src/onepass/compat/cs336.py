@@ -6,12 +6,13 @@ from torch import Tensor
 
 from onepass.ops.weighted_sum.op import weighted_sum
 
+__all__ = ["WeightedSumFunc"]
+
 
 class WeightedSumFunc:
     """Compute ``y[...] = Σ_d x[..., d]·weight[d]``, differentiable in both, with the exercise's call.
 
-    Any shape and strides, fp32 / fp16 / bf16 (fp64 on CPU), CPU and CUDA; the result has the promoted dtype of both.
-    Errors are those of `onepass.weighted_sum`; unlike there, the weight must be a vector ``(D,)``.
+    Shapes, dtypes and errors are those of `onepass.weighted_sum`; unlike there, the weight must be a vector ``(D,)``.
 
     Source: Stanford CS336, assignment 2.
 
@@ -28,6 +29,3 @@ class WeightedSumFunc:
         if isinstance(weight, Tensor) and weight.dim() != 1:
             raise ValueError(f"WeightedSumFunc: weight must be a vector (D,), got {tuple(weight.shape)}")
         return weighted_sum(x, weight)
-
-
-__all__ = ["WeightedSumFunc"]

@@ -1,9 +1,6 @@
 """lion-pytorch's names on top of `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`.
 
-This module has `Lion` and `update_fn`. In place of ``lion_pytorch.foreach.Lion`` use `Lion`, which takes all tensors
-at once. In place of ``lion_pytorch.cautious_lion.Lion`` use `onepass.optim.Lion` with
-``cautious`` (there cautious_factor), ``cautious_weight_decay`` (cautious_wd) and ``decouple_lr``
-(decoupled_weight_decay).
+docs/moving.md says what to use in place of the variants in ``lion_pytorch.foreach`` and ``lion_pytorch.cautious_lion``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""triton-transformer's layer norm: ``layernorm(x, gamma, eps, use_triton, stable)``.
-
-This module has the layer norm alone, without the original's `Transformer` and other kernels.
-"""
+"""triton-transformer's layer norm, without the original's `Transformer` and other kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +15,9 @@ _INSTEAD = {"Transformer": "a transformer of your own with onepass.nn.LayerNorm(
 def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = False, stable: bool = False) -> Tensor:
     """Compute layer norm over the last dimension with weight ``gamma``, no bias, differentiable in x and gamma.
 
-    Dtypes and strides are those of `onepass.layer_norm`, on CPU and CUDA. ``use_triton`` is accepted and ignored: the
-    tensors decide the path. ``stable`` first divides a row by its maximum, as in CogView. Rows whose maximum is not
-    positive are divided by their largest magnitude; the original flips their sign or returns NaN.
-
-    Errors are those of `onepass.layer_norm`.
+    Dtypes, strides and errors are those of `onepass.layer_norm`, on CPU and CUDA. ``use_triton`` is accepted and
+    ignored: the tensors decide the path. ``stable`` first divides a row by its maximum, as in CogView. Rows whose
+    maximum is not positive are divided by their largest magnitude; the original flips their sign or returns NaN.
 
     Source: lucidrains/triton-transformer.
 
@@ -32,8 +27,7 @@ def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = Fa
         >>> layernorm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), stable=True)
         tensor([[-1.0000,  1.9999]])
     """
-    y: Tensor = layer_norm(x, gamma, eps=eps, stable=stable)
-    return y
+    return layer_norm(x, gamma, eps=eps, stable=stable)
 
 
 absent(__name__, __all__, _INSTEAD)

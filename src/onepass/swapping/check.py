@@ -24,37 +24,23 @@ _DENSE = (slice(0, 1), slice(0, 2))
 
 def choose(module: nn.Module, found: list[Target]) -> Target | str:
     """Return the first target that computes what the module computes, or why the closest does not."""
-    parameters = _parameters(module)
-    device = parameters[0].device if parameters else torch.device("cpu")
-    device = torch.device("cpu") if device.type == "meta" else device
-    fits: list[Target] = []
-    problems = []
+    first = next(module.parameters(recurse=False), None)
+    device = torch.device("cpu") if first is None or first.is_meta else first.device
     with _alone(device):
-        for target in found:
-            problem = _compare(module, target, device)
-            if problem is None:
-                fits.append(target)
-            else:
-                problems.append(problem)
-        chosen = _same_rounding(module, fits) if fits else min(problems)[1]
+        problems = [_compare(module, target, device) for target in found]
+        fits = [target for target, problem in zip(found, problems, strict=True) if problem is None]
+        chosen = _same_rounding(module, fits) if fits else min(filter(None, problems))[1]
         return chosen if isinstance(chosen, str) else _of_two_dtypes(module, chosen)
 
 
 def _of_two_dtypes(module: nn.Module, target: Target) -> Target | str:
     """Return the target that returns the module's dtypes where those of x and weight differ, or why there is none."""
-    found: list[torch.dtype | None] = []
     wide, narrow = torch.float32, torch.bfloat16
-    for of_x, of_weight in ((wide, narrow), (narrow, wide)):
-        generator = torch.Generator("cpu").manual_seed(SEED)
-        twin = _twin(module, generator, torch.device("cpu"), of_weight)
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                # torch's, of two dtypes: our question, not the user's
-                warnings.simplefilter("ignore")
-                found.append(type(twin).forward(twin, _input(generator, target).to(of_x)).dtype)
-        except Exception:
-            # a module that takes no two dtypes returns none
-            found.append(None)
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch's, of two dtypes: our question, not the user's
+        warnings.simplefilter("ignore")
+        outputs = _output(module, target, wide, narrow), _output(module, target, narrow, wide)
+    found = [None if y is None else y.dtype for y in outputs]
     rules = {(wide, narrow): target}
     if issubclass(target.cls, RMSNorm) and "weight" in module._parameters:
         rules |= {(wide, wide): target.mixed(narrow=False), (narrow, wide): target.mixed(narrow=True)}
@@ -70,14 +56,8 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> Target | str:
     Or why there is none, if the module's output is not in bf16: the model may be cast after the exchange.
     """
     for target in fits:
-        generator = torch.Generator("cpu").manual_seed(SEED)
-        twin = _twin(module, generator, torch.device("cpu"), torch.bfloat16)
-        x = _input(generator, target).to(torch.bfloat16)
-        try:
-            theirs = type(twin).forward(twin, x)
-            Exchange(twin, target)
-            ours = type(twin).forward(twin, x)
-        except Exception:
+        theirs, ours = (_output(module, target, torch.bfloat16, torch.bfloat16, swapped) for swapped in (False, True))
+        if theirs is None or ours is None:
             # a module that does not run in bf16 has no rounding there
             return fits[0]
         if theirs.dtype != torch.bfloat16:
@@ -85,6 +65,20 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> Target | str:
         if torch.equal(theirs, ours):
             return target
     return fits[0]
+
+
+def _output(
+    module: nn.Module, target: Target, of_x: torch.dtype, of_weight: torch.dtype, swapped: bool = False
+) -> Tensor | None:
+    """Return what a twin of the module computes of `_input` on the CPU, or None if it does not take these dtypes."""
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    twin = _twin(module, generator, torch.device("cpu"), of_weight)
+    try:
+        if swapped:
+            Exchange(twin, target)
+        return type(twin).forward(twin, _input(generator, target).to(of_x))  # type: ignore[no-any-return]
+    except Exception:
+        return None
 
 
 def _compare(module: nn.Module, target: Target, device: torch.device) -> tuple[float, str] | None:
@@ -109,10 +103,6 @@ def _compare(module: nn.Module, target: Target, device: torch.device) -> tuple[f
     except Exception as e:
         return math.inf, f"{target.label} raises in its place: {_first_line(e)}"
     return _difference(theirs, ours, twin, target, x, dy)
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None]
 
 
 def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -154,13 +144,11 @@ def _whose(target: Target) -> str:
 
 
 def _run(module: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """Return the output, and for its dense rows the gradients of x and the parameters.
-
-    The class's forward is called, so hooks are not.
-    """
+    """Return the output, and for its dense rows the gradients of x and the parameters."""
+    # the class's: calls no hooks
     forward = type(module).forward
     rows = x[_DENSE].clone().requires_grad_()
-    inputs = [rows, *_parameters(module)]
+    inputs = [rows, *module.parameters(recurse=False)]
     return [forward(module, x), *torch.autograd.grad(forward(module, rows), inputs, dy[_DENSE])]
 
 

@@ -64,7 +64,6 @@ class Exchange:
     def __init__(self, module: nn.Module, target: Target) -> None:
         self.module = module
         self.target = target
-        self.cls = target.cls
         self._cls = type(module)
         own, parameters = vars(module), module._parameters
         self._fields = {name: own[name] for name in target.fields if name in own}

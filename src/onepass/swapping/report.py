@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from types import TracebackType
 from typing import NamedTuple
 
 from .exchange import Exchange
@@ -60,7 +59,7 @@ class SwapReport:
         """
         # after an undo there are no exchanges
         for layer, exchange in zip(self.exchanged, self._exchanges, strict=False):
-            if type(exchange.module) is not exchange.cls:
+            if type(exchange.module) is not exchange.target.cls:
                 name, now = layer.names[0] or "the model", type(exchange.module).__name__
                 raise RuntimeError(
                     f"undo: {name} was exchanged for {layer.becomes} and is a {now} now; remove what changed it first"
@@ -72,9 +71,7 @@ class SwapReport:
     def __enter__(self) -> SwapReport:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -84,16 +81,13 @@ class SwapReport:
         already = f"{self.ours} already of onepass" if self.ours else ""
         if not self.layers:
             return already or "no LayerNorm or RMSNorm found"
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        counts: dict[tuple[str, str, str], int] = {}
+        groups: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
         for layer in sorted(self.layers, key=lambda layer: not layer.becomes):
-            key = layer.kind, layer.becomes, layer.reason
-            groups.setdefault(key, []).extend(layer.names)
-            counts[key] = counts.get(key, 0) + 1
+            groups.setdefault((layer.kind, layer.becomes, layer.reason), []).append(layer.names)
         done = "would exchange" if self.dry_run else "exchanged"
         rows = [
-            (done if becomes else "left alone", str(counts[kind, becomes, reason]),
-             f"{kind} -> {becomes}" if becomes else kind, _places(names) + (f": {reason}" if reason else ""))
+            (done if becomes else "left alone", str(len(names)),
+             f"{kind} -> {becomes}" if becomes else kind, _places(sum(names, ())) + (f": {reason}" if reason else ""))
             for (kind, becomes, reason), names in groups.items()
         ]  # fmt: skip
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -101,7 +95,7 @@ class SwapReport:
         return "\n".join([*lines, already] if already else lines)
 
 
-def _places(names: list[str]) -> str:
+def _places(names: tuple[str, ...]) -> str:
     """Return the names, those that differ in numbers between dots alone once, with * for each; the first few."""
     patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
     pairs = zip(patterns, names, strict=True)

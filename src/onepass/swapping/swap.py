@@ -77,43 +77,33 @@ def swap(
     for cls in named:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"swap: also must be a class of modules or several, got {cls!r:.80}")
-    norms, ours = _norms(model, named)
+    # a shared module has several names
+    names_of: dict[nn.Module, tuple[str, ...]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names_of[module] = (*names_of.get(module, ()), name)
+    norms = {module: names for module, names in names_of.items() if looks_like_norm(module, named)}
+    ours = [names for module, names in names_of.items() if isinstance(module, (LayerNorm, RMSNorm))]
     names_of_all = [*norms.values(), *ours]
-    chosen = _globs("include", include, names_of_all), _globs("exclude", exclude, names_of_all)
-    found: list[tuple[Layer, nn.Module, Target | None]] = []
+    included, excluded = _globs("include", include, names_of_all), _globs("exclude", exclude, names_of_all)
+    layers: list[Layer] = []
     failed: list[Layer] = []
+    changes: list[tuple[nn.Module, Target]] = []
     for module, names in norms.items():
         kind = path_of(type(module))
-        if not _matches(names, chosen[0]):
-            found.append((Layer(names, kind, "", "not included"), module, None))
-        elif _matches(names, chosen[1]):
-            found.append((Layer(names, kind, "", "excluded"), module, None))
+        if not _matches(names, included) or _matches(names, excluded):
+            layers.append(Layer(names, kind, "", "excluded" if _matches(names, included) else "not included"))
+            continue
+        options = targets(module, named)
+        target = options if isinstance(options, str) else choose(module, options)
+        if isinstance(target, str):
+            layers.append(Layer(names, kind, "", target))
+            failed += layers[-1:] if is_known(module, named) else []
         else:
-            options = targets(module, named)
-            target = options if isinstance(options, str) else choose(module, options)
-            if isinstance(target, str):
-                found.append((Layer(names, kind, "", target), module, None))
-                failed += [found[-1][0]] if is_known(module, named) else []
-            else:
-                found.append((Layer(names, kind, target.label, ""), module, target))
+            layers.append(Layer(names, kind, target.label, ""))
+            changes.append((module, target))
     if strict and failed:
         raise ValueError(f"swap: strict, and these norms would be left alone\n{SwapReport(failed, (), True)}")
-    changes = [] if dry_run else [(module, target) for _, module, target in found if target is not None]
-    return SwapReport([layer for layer, *_ in found], [Exchange(*change) for change in changes], dry_run, len(ours))
-
-
-def _norms(
-    model: nn.Module, also: tuple[type[nn.Module], ...]
-) -> tuple[dict[nn.Module, tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the norms with all their names (a shared module has several), and the names of onepass's."""
-    norms: dict[nn.Module, tuple[str, ...]] = {}
-    ours: dict[nn.Module, tuple[str, ...]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (LayerNorm, RMSNorm)):
-            ours[module] = (*ours.get(module, ()), name)
-        elif looks_like_norm(module, also):
-            norms[module] = (*norms.get(module, ()), name)
-    return norms, [*ours.values()]
+    return SwapReport(layers, [] if dry_run else [Exchange(*change) for change in changes], dry_run, len(ours))
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
