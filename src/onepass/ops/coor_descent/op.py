@@ -22,15 +22,11 @@ def _way(scores: Tensor, *_: Any) -> Any:
     return _kernels() if uses_triton(scores) and _kernels().holds(scores) else definition
 
 
-def _width(n_iters: int, *rest: Any) -> int:
-    return 2 * n_iters if rest[-1] else 0
-
-
 _call, forward, backward, forward_op, backward_op = declare(
     "coor_descent",
     {"scores": ROWS, "k": COUNT, "mask": MASK, "n_iters": Role(int), "eps": Role(float), "eps_init": Role(float),
      "eps_decay": Role(float), "want_trace": Role(bool)},
-    _way, state=_width,
+    _way, state=lambda n_iters, *rest: 2 * n_iters if rest[-1] else 0,
 )  # fmt: skip
 
 
@@ -78,8 +74,7 @@ def coor_descent(
         Gates in [0, 1] with the shape and dtype of ``scores``. Scores of -inf count as masked, those of
         +inf as saturated; a NaN among the valid scores makes its row NaN.
 
-    Gradients flow to ``scores`` and a tensor ``k``. Backward keeps the scores and 2T numbers per row; it repeats no
-    step.
+    Gradients flow to ``scores`` and a tensor ``k``. Backward repeats no step: it keeps the scores and 2T numbers a row.
 
     Raises:
         TypeError: scores is not a floating-point tensor, mask is not bool, or an option is not a number.

@@ -14,7 +14,7 @@ from onepass.ops._shared import arguments
 from onepass.ops._shared.declare import COUNT, MASK, PER_ROW, ROWS, Role, declare
 
 from . import definition
-from .definition import KINDS
+from .definition import KINDS as KINDS
 
 _kernels = functools.cache(lambda: import_module(".kernels", __package__))
 
@@ -133,6 +133,3 @@ def soft_topk(
         rows, mask, back = arguments.along("soft_topk", dim, scores, mask)
         return back(soft_topk(rows, k, eps=eps, mask=mask, kind=kind))
     return _call(scores, k, eps, mask, KINDS.index(kind))  # type: ignore[no-any-return]
-
-
-__all__ = ["KINDS", "backward", "backward_chosen", "backward_op", "forward", "forward_op", "soft_topk"]

@@ -166,9 +166,7 @@ def _best(rows: Tensor, k: int, largest: bool) -> Tensor:
         return _by_sort(rows, k, largest)
     # one more shows whether the k-th has equals
     values, indices = rows.topk(k + 1, largest=largest)
-    again = (values[:, 1:] == values[:, :-1]).any(-1)
-    if not math.isfinite(rows.sum().item()):
-        again.logical_or_(rows.isnan().any(-1))
+    again = (values[:, 1:] == values[:, :-1]).any(-1) | rows.isnan().any(-1)
     if again.any():
         indices[again, :k] = _by_sort(rows[again], k, largest)
     return indices[:, :k].contiguous()

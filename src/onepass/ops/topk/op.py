@@ -211,8 +211,7 @@ def topk(
 
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides. A 0-d tensor is a row of one, with 0-d results.
-        k: how many to choose, an int ≥ 0. k = 0 gives empty tensors. k > n takes ``lengths``, ``start``,
-            ``mask`` or ``pad``.
+        k: how many to choose, an int ≥ 0; more than n with ``lengths``, ``start``, ``mask`` or ``pad`` alone.
         dim: the dimension of rows. Where it is not the last, ``scores.shape[:-1]`` below is the shape without it.
         largest: False chooses the smallest: all is as for ``-scores``, except that values are the scores themselves and
             missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
@@ -220,8 +219,7 @@ def topk(
         lengths: int32 or int64, broadcasts to ``scores.shape[:-1]``: how many scores of each row count, from `start`
             on. On a CPU a range that reaches past its row is refused; on a GPU, in compiled programs and under vmap it
             is clamped to the row, because the host doesn't see its values.
-        start: int32 or int64, broadcasts to ``scores.shape[:-1]``: the first score of each row that counts. Indices
-            stay positions in the row.
+        start: like ``lengths``: the first score of each row that counts. Indices stay positions in the row.
         index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
         ties: among equal scores ``"first"`` takes the lower index first, ``"last"`` the higher, from a copy of scores.
         out: not taken: copy the results.
@@ -231,16 +229,15 @@ def topk(
         kind: gate function of the gradient, see :func:`onepass.soft_topk`.
 
     Returns:
-        ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
-        index; NaN before +inf, whatever its sign; -0 equals +0), their indices, the gates. -inf is never selected. A
-        row with fewer than k valid entries is padded with value -inf, index -1, gate 0; ``counts`` tells how many
-        entries of each row exist. Values have the gradient of a gather, gates that of soft_topk.
-        Where a row's selection holds a NaN, all its gates but the padding are NaN.
+        ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (NaN before +inf,
+        whatever its sign; -0 equals +0), their indices, the gates. -inf is never selected. A row with fewer than k
+        valid entries is padded with value -inf, index -1, gate 0; ``counts`` tells how many entries of each row exist.
+        Values have the gradient of a gather. Where a row selects a NaN, all its gates but the padding are NaN.
 
     Raises:
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
             an int tensor, index_dtype is not int32 or int64, or out is given.
-        ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, scores have no dim, shapes
+        ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, k ≠ 1 of a 0-d tensor, shapes
             don't broadcast, devices differ, eps is not > 0, kind or ties is unknown, or lengths or start reaches past
             a row (on a CPU).
         NotImplementedError: for second derivatives and forward-mode derivatives.
