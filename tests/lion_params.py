@@ -46,9 +46,7 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
         assert torch.equal(x, y)
 
 
-def assert_same_states(
-    a: torch.optim.Optimizer, ps: list[Tensor], b: torch.optim.Optimizer, qs: list[Tensor]
-) -> None:  # fmt: skip
+def assert_same_states(a: torch.optim.Optimizer, ps: list[Tensor], b: torch.optim.Optimizer, qs: list[Tensor]) -> None:
     for p, q in zip(ps, qs, strict=True):
         assert a.state[p].keys() == b.state[q].keys()
         for key, value in a.state[p].items():

@@ -93,9 +93,7 @@ def on(gpu: Gpu) -> Iterator[list[Launch]]:
         if compiled._recording.listener is not None:
             compiled._recording.listener.refuse()
 
-    properties = SimpleNamespace(
-        multi_processor_count=gpu.multiprocessors, shared_memory_per_block_optin=gpu.shared
-    )  # fmt: skip
+    properties = SimpleNamespace(multi_processor_count=gpu.multiprocessors, shared_memory_per_block_optin=gpu.shared)
     fakes: dict[str, Callable[..., Any]] = {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: gpu.capability,

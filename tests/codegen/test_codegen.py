@@ -129,9 +129,7 @@ def _beyond(usage: list[int], budget: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("target", "name"), _cases())
-def test_kernel(
-    target: str, name: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Any
-) -> None:  # fmt: skip
+def test_kernel(target: str, name: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Any) -> None:
     import triton
 
     usage = _usage(_launches(target)[name], target, tmp_path)

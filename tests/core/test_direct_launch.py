@@ -126,11 +126,7 @@ class CudaLauncher:
     ],
 )
 def test_the_launchers_c_function_is_called_without_the_python_around_it(
-    version: str,
-    printed: str,
-    kernel: _Kernel,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    version: str, printed: str, kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import triton
 

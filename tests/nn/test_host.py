@@ -33,7 +33,7 @@ def _layer(name: str, causal: bool = False) -> nn.Module:
 @pytest.mark.parametrize(("name", "count"), [("attention", 6), ("feed-forward", 5)])
 def test_every_stretch_is_replayed(
     host: Host, name: str, count: int, masked: bool, causal: bool, autocast: bool
-) -> None:  # fmt: skip
+) -> None:
     layer, x = _layer(name, causal), torch.randn(2, 64, 32, requires_grad=True)
     mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
     for _ in range(5):

@@ -191,9 +191,7 @@ def test_differentiable_step() -> None:
 def test_a_compiled_step_clips_unscales_and_skips(dtype: torch.dtype) -> None:
     a = make_params(dtype, [(3, 4), (5,)])
     b = clones(a)
-    eager, compiled = (
-        Lion(p, lr=torch.tensor([1e-2]), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b)
-    )  # fmt: skip
+    eager, compiled = (Lion(p, lr=torch.tensor([1e-2]), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b))
     compiled.step = torch.compile(compiled.step, backend="aot_eager")  # type: ignore[method-assign]
     for i in range(6):
         set_grads(a, b, scale=float("inf") if i == 4 else 1.0)

@@ -21,15 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onepass
 from nn.table import DIM, LOCAL, TABLE, Called
 from onepass.core.launch import INTERPRET
-from onepass.nn import (
-    Experts,
-    RMSNorm,
-    RoutedAttention,
-    RoutedBlock,
-    RoutedFeedForward,
-    WeightedSum,
-    update_balance,
-)
+from onepass.nn import Experts, RMSNorm, RoutedAttention, RoutedBlock, RoutedFeedForward, WeightedSum, update_balance
 from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type
 

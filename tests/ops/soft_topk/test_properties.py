@@ -139,10 +139,7 @@ def check_gradients(p: Problem) -> None:
     torch.testing.assert_close(ds[plain], expected[plain], rtol=1e-6, atol=1e-5 / p.eps)
 
 
-CHECKS: dict[str, Callable[[Problem], None]] = {
-    "values": check_values,
-    "gradients": check_gradients,
-}
+CHECKS: dict[str, Callable[[Problem], None]] = {"values": check_values, "gradients": check_gradients}
 
 
 @pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
