@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if name == "device":
             metafunc.parametrize(name, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
         elif kinds.get(name) in ("bool", bool):
-            metafunc.parametrize(name, [False, True])
+            metafunc.parametrize(name, [False, True], ids=[f"not {name}", name])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

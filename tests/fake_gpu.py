@@ -6,14 +6,13 @@ import importlib
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay, replayed
@@ -122,31 +121,6 @@ class Host:
         return replayed(written)
 
 
-def still_held(monkeypatch: pytest.MonkeyPatch, node: Any, stretch: str, tensors: Iterable[Tensor]) -> list[int]:
-    """How many of the tensors' memories somebody still holds, noted whenever `node.stretch` is called."""
-    memories = [StorageWeakRef(t.untyped_storage()) for t in tensors]
-    noted: list[int] = []
-    function = getattr(node, stretch)
-
-    def note(*args: Any) -> Any:
-        noted.append(sum(not memory.expired() for memory in memories))
-        return function(*args)
-
-    monkeypatch.setattr(node, stretch, note)
-    return noted
-
-
-def torch_calls(run: Callable[[], Any]) -> Counter[str]:
-    """What torch is called for, by name; not what that calls in turn."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        run()
-    return Counter(
-        e.name.removeprefix("aten::")
-        for e in seen.events()
-        if e.name.startswith("aten::") and (e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::"))
-    )
-
-
 def autocast_pass(layer: torch.nn.Module, x: Tensor, mask: Tensor | None = None, **cast: Any) -> Tensor:
     """Forward and backward under bf16 autocast; all gradients are asked for."""
     with torch.autocast("cpu", torch.bfloat16, **cast):
@@ -169,10 +143,16 @@ def launches(layer: torch.nn.Module, x: Tensor) -> tuple[int, int]:
 
 
 def torch_calls_of_a_pass(layer: torch.nn.Module, x: Tensor) -> Counter[str]:
-    """`torch_calls` of both passes, once everything is replayed."""
+    """What torch is called for by both passes, once everything is replayed; not what that calls in turn."""
     for _ in range(3):
         autocast_pass(layer, x)
-    found = torch_calls(lambda: autocast_pass(layer, x))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        autocast_pass(layer, x)
+    found = Counter(
+        e.name.removeprefix("aten::")
+        for e in seen.events()
+        if e.name.startswith("aten::") and (e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::"))
+    )
     for own in ("ones_like", "to"):  # of the test: the gradient; of a CPU: products that give fp32 are cast
         del found[own]
     return found

@@ -169,14 +169,14 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 class Calls(TorchDispatchMode):
-    """Notes the registered operators of ours that are called, and their arguments."""
+    """Notes the registered operators that are called, by default ours, and their arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "onepass") -> None:
         super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+        self.namespace, self.found = namespace, list[tuple[Any, tuple[Any, ...]]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "onepass":
+        if self.namespace in func.namespace:
             self.found.append((func, args))
         return func(*args, **(kwargs or {}))
 

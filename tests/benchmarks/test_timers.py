@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -31,20 +32,10 @@ class Clock:
         self.ns += round(1e9 * seconds)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timers, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def cpu_timer(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
+def test_cpu_times_are_medians_of_the_calls_alone_which_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timers, "FLUSH_BYTES", 1 << 20)
-    return CpuTimer(measure_ms=1.0, copy_bytes=1 << 22)
-
-
-def test_cpu_times_are_medians_of_the_calls_alone_which_take_turns(cpu_timer: CpuTimer, clock: Clock) -> None:
+    cpu_timer, clock = CpuTimer(measure_ms=1.0, copy_bytes=1 << 22), Clock()
+    monkeypatch.setattr(timers, "time", clock)
     seconds = itertools.chain([0.002, 0.003, 0.5], itertools.repeat(0.004))
     assert cpu_timer.us(lambda: clock.sleep(next(seconds))) == pytest.approx(4000)
     order: list[str] = []
@@ -72,19 +63,13 @@ def test_cuda_times() -> None:
     assert 0.5 < timer.host_us(lambda: y.copy_(x)) < us
 
 
-class Pause:
-    """In place of the flush: hides the host as long, and leaves the caches as they are."""
-
-    def zero_(self) -> None:
-        torch.cuda._sleep(200_000)
-
-
 @pytest.mark.gpu
 def test_cuda_caches_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = CudaTimer(measure_ms=20.0)
     x = torch.randn(1 << 22, device="cuda")
     cold = timer.us(x.sum)
-    monkeypatch.setattr(timer, "_flush", Pause())
+    # in place of the flush: hides the host as long, and leaves the caches as they are
+    monkeypatch.setattr(timer, "_flush", SimpleNamespace(zero_=lambda: torch.cuda._sleep(200_000)))
     assert cold > timer.us(x.sum)
 
 

@@ -23,7 +23,6 @@ MODELS: dict[str, Any] = {
 
 
 def build(cls: str, config: str, options: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
     return getattr(transformers, cls)(getattr(transformers, config)(**SIZE, **options))
 
 

@@ -75,15 +75,6 @@ def each_is_as_alone(
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-def padded_is_as_alone(layer: nn.Module, rows: list[Tensor], n: int, held: float = math.nan) -> None:
-    def padded(rows: list[Tensor]) -> tuple[list[Tensor], Any]:
-        x = torch.stack([nn.functional.pad(row, (0, 0, 0, n - len(row)), value=held) for row in rows])
-        y, routing = layer(x, first(n, *map(len, rows)), return_routing=True)
-        return [part[: len(row)] for part, row in zip(y, rows, strict=True)], routing
-
-    each_is_as_alone(layer, padded, rows)
-
-
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * weight
 

@@ -100,17 +100,16 @@ def test_a_bias_counts(name: str, causal: bool) -> None:
         del linear.bias
 
 
-class FirstToken(nn.Module):
-    """Choose the first token and nothing else, however many are asked for."""
-
-    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        indices = torch.full((len(x), k), -1)
-        indices[:, 0] = 0
-        return RouterOutput(indices, (indices >= 0).float(), torch.zeros(x.shape[:2]))
-
-
 @pytest.mark.parametrize("kind", ["plain", "causal", "cross"])
 def test_keys_that_a_router_did_not_find_are_not_seen(kind: str) -> None:
+    class FirstToken(nn.Module):
+        """Choose the first token and nothing else, however many are asked for."""
+
+        def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+            indices = torch.full((len(x), k), -1)
+            indices[:, 0] = 0
+            return RouterOutput(indices, (indices >= 0).float(), torch.zeros(x.shape[:2]))
+
     inputs = [tokens(2, 4 * WINDOW, DIM), *[tokens(2, 30, CONTEXT, seed=2)] * (kind == "cross")]
     few, many = (
         (_cross(4, k, router_kv=FirstToken()) if kind == "cross" else

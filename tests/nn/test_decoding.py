@@ -32,12 +32,6 @@ def _tokens(batch: int, n: int, seed: int, dtype: torch.dtype = torch.float64) -
     return tokens(batch, n, DIM, seed=seed, dtype=torch.float64).to(dtype)
 
 
-def _gates(routing: Any, n: int) -> Tensor:
-    """Gates (batch, n) of all tokens, 0 for those that are not chosen."""
-    dense = routing.gates.new_zeros(len(routing.gates), n + 1)
-    return dense.scatter_(1, routing.indices % (n + 1), routing.gates)[:, :n]
-
-
 @torch.no_grad()
 def _stepped(block: Any, x: Tensor, cache: BlockCache) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, gates of queries, gates of the feed-forward."""
@@ -62,7 +56,9 @@ def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> Non
         y, q, f = _stepped(block, x[:, prefilled:], cache)
         parts.append(y)
         for gates, output in ((q, routing.attention.q), (f, routing.feed_forward)):
-            of_all = _gates(output, n)[:, prefilled:]
+            # of all tokens, 0 for those that are not chosen
+            dense = gates.new_zeros(batch, n + 1).scatter_(1, output.indices % (n + 1), output.gates)
+            of_all = dense[:, prefilled:n]
             assert torch.equal(gates > 0, of_all > 0)
             torch.testing.assert_close(gates, of_all, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=tolerance, atol=tolerance)

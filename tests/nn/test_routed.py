@@ -91,17 +91,17 @@ def test_what_the_node_does_not_do_is_left_to_the_modules(change: Callable[[Rout
     assert torch.equal(layer(x), y)
 
 
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("value", torch.zeros(2, 9, DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value  # type: ignore[return-value]
-
-
 def test_the_light_output_is_not_touched() -> None:
     """The heavy output is added in place where that is safe: not to a branch's input, buffer, or what it kept."""
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("value", torch.zeros(2, 9, DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.value  # type: ignore[return-value]
+
     x = tokens(2, 9, DIM)
     before, heavy, kept = x.clone(), nn.Linear(DIM, DIM), []
     y = Routed(nn.Identity(), heavy, Router(DIM), 3)(x)
@@ -124,14 +124,13 @@ def test_a_warning_points_at_the_callers_line() -> None:
         assert {one.filename for one in caught} == {__file__}
 
 
-class First(nn.Module):
-    """The first k tokens."""
-
-    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        return RouterOutput(torch.arange(k).expand(len(x), k), torch.ones(len(x), k), torch.zeros(x.shape[:2]))
-
-
 def test_a_router_is_any_module_with_its_call() -> None:
+    class First(nn.Module):
+        """The first k tokens."""
+
+        def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+            return RouterOutput(torch.arange(k).expand(len(x), k), torch.ones(len(x), k), torch.zeros(x.shape[:2]))
+
     layer, x = RoutedFeedForward(DIM, 4, router=First()), tokens(2, 9, DIM)
     y, light = layer(x), layer.light(x)
     torch.testing.assert_close(y[:, :4], light[:, :4] + layer.heavy(x[:, :4]))

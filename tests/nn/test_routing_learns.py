@@ -19,7 +19,6 @@ def _exploring(layer: RoutedFeedForward, x: Tensor, dy: Tensor, mask: Tensor | N
 
 
 def _layer_and_tokens() -> tuple[RoutedFeedForward, Tensor, Tensor]:
-    torch.manual_seed(0)
     layer = RoutedFeedForward(DIM, 8, router=Router(DIM)).double()
     return layer, torch.randn(3, 50, DIM).double(), torch.randn(3, 50, DIM).double()
 

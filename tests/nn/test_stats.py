@@ -20,10 +20,6 @@ DIM = 16
 ATTENTION: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 8}
 
 
-def _tokens(batch: int = 3, n: int = 40) -> Tensor:
-    return tokens(batch, n, DIM)
-
-
 def _expected(
     outputs: Sequence[RouterOutput], mask: Tensor, before: Sequence[RouterOutput] | None = None
 ) -> dict[str, float]:
@@ -70,7 +66,7 @@ def test_numbers_are_the_definition(batch: int, n: int, k: int, routes: int, mas
 
 
 def test_blocks(causal: bool) -> None:
-    mask, x, routings = first(40, 40, 25, 0), _tokens(), []
+    mask, x, routings = first(40, 40, 25, 0), tokens(3, 40, DIM), []
     for _ in range(3):
         x, routing = RoutedBlock(DIM, 1 / 4, causal=causal, **ATTENTION)(x, mask, return_routing=True)
         routings.append(routing)
@@ -90,7 +86,7 @@ def test_blocks(causal: bool) -> None:
 def test_cross_attention_counts_its_memories() -> None:
     layer = RoutedCrossAttention(DIM, 4, 8, heads=2, dim_head=8)
     context_mask = first(64, 64, 30, 4)
-    _, routing = layer(_tokens(), _tokens(n=64), None, context_mask, return_routing=True)
+    _, routing = layer(tokens(3, 40, DIM), tokens(3, 64, DIM), None, context_mask, return_routing=True)
     scalars = routing_stats([{"cross": routing}], context_masks=[context_mask])
     assert scalars["cross.router_q/share"] == 4 / 40
     assert scalars["cross.router_kv/share"] == pytest.approx((8 + 8 + 4) / 98)

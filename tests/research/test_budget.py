@@ -67,7 +67,6 @@ def test_every_family_trains(file: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", [name for name, run in MODELS.items() if run.task == "next"])
 def test_no_byte_reads_a_later_one(name: str) -> None:
     run = MODELS[name]
-    torch.manual_seed(0)
     model = ByteModel(dataclasses.replace(run, stream="fp32", weights="fp32")).eval()
     for table in model.grams:
         torch.nn.init.normal_(table.table.weight)
@@ -119,11 +118,8 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(
     timed = train.Step.timed
     # the same number of steps for both
     monkeypatch.setattr(train.Step, "timed", lambda self, steps: math.copysign(10.0, timed(self, steps)))
-    run, read, cut = (
-        Run("experts", **{**TINY, "seconds": 0.1, "grams": 64}),
-        text.read(file, CPU),
-        tmp_path / "some.cut",
-    )
+    run = Run("experts", **{**TINY, "seconds": 0.1, "grams": 64})
+    read, cut = text.read(file, CPU), tmp_path / "some.cut"
     whole = train.train(run, read, cut, math.inf)
     # one step a call
     times = 0

@@ -97,16 +97,12 @@ def _(op: str, n: int, rows: int) -> None:
     compare(calls[op], [torch.randn(rows, n)], [[Shard(1)]], out=[R], exact=True)
 
 
-def _indices(*shape: int) -> Tensor:
-    # distinct within a route, one missing
-    found = torch.argsort(torch.rand(*shape[:-1], 6))[..., : shape[-1]]
-    found[..., 0] = -1
-    return found
-
-
 @case("routing: scatter_add into rows, and features sharded")
 def _() -> None:
-    tensors = wide(24, 5), wide(4, 3, 5), wide(4, 3), _indices(4, 3)
+    # distinct within a route, one missing
+    indices = torch.argsort(torch.rand(4, 6))[:, :3]
+    indices[:, 0] = -1
+    tensors = wide(24, 5), wide(4, 3, 5), wide(4, 3), indices
     compare(scatter_add, tensors, [[R]] * 4)
     compare(scatter_add, tensors, [[Shard(0)], [Shard(0)], [Shard(0)], [Shard(0)]])
     compare(scatter_add, tensors, [[Shard(1)], [Shard(2)], [R], [R]], out=[Shard(1)])

@@ -36,11 +36,6 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def one_rank() -> DeviceMesh:
-    """Return a mesh of this process alone."""
-    return mesh(dist.get_world_size(), 1)["b"]
-
-
 def fits(shape: tuple[int, ...], placements: Placements) -> list[Placement]:
     """Return the placements with those beyond the dimensions of the shape replaced."""
     return [p if getattr(p, "dim", 0) < len(shape) else R for p in placements]
@@ -183,15 +178,11 @@ def _() -> None:
         train(model, optimizer, range(1, 2))
 
 
-def folder(name: str) -> str:
-    # the folder of the group's store, the same on all ranks
-    return str(Path(sys.argv[1], name))
-
-
 def saved(model: Model, optimizer: Lion, name: str) -> str:
     p, s = get_state_dict(model, optimizer)
-    dcp.save({"p": p, "s": s}, checkpoint_id=folder(name))
-    return folder(name)
+    # the folder of the group's store, the same on all ranks
+    dcp.save({"p": p, "s": s}, checkpoint_id=(path := str(Path(sys.argv[1], name))))
+    return path
 
 
 def load(model: Model, optimizer: Lion, path: str, *, alone: bool = False) -> None:
@@ -207,7 +198,8 @@ def _(state: str) -> None:
     train(*a, range(3))
     path = saved(*a, f"dcp-{state}")
     train(*a, range(3, 5))
-    fewer: list[tuple[DeviceMesh, list[Placement]]] = [(one_rank(), [Shard(0)]), (mesh(), [Shard(0)])]
+    alone = mesh(dist.get_world_size(), 1)["b"]
+    fewer: list[tuple[DeviceMesh, list[Placement]]] = [(alone, [Shard(0)]), (mesh(), [Shard(0)])]
     if dist.get_world_size() == 4:
         fewer.append((mesh(2, 2)["b"], [Shard(0)]))
     if "int8" not in state:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,12 +26,10 @@ FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Healt
 
 
 @pytest.fixture(autouse=True)
-def _here() -> Iterator[None]:
-    threads, before = torch.get_num_threads(), os.getcwd()
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `call` goes is left again."""
     torch.set_num_threads(1)
-    yield
-    os.chdir(before)
-    torch.set_num_threads(threads)
+    monkeypatch.chdir(Path.cwd())
 
 
 def call(*arguments: str, where: Path, codes: tuple[int, ...] = (0, 2)) -> int:

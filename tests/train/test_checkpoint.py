@@ -24,8 +24,6 @@ from onepass.train.metrics import Mark
 from onepass.train.model import new, parameter_groups
 from train.tiny import TINY, config, contents, printed, refused, rows
 
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-
 
 def small(**values: object) -> Config:
     return config(**{"experts": 4, "dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 5, **values})
@@ -87,7 +85,7 @@ def not_loaded(content: bytes | bytearray, path: Path) -> str:
     return message
 
 
-@FUZZ
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_bytes(good: Path, tmp_path: Path, data: st.DataObject):
     not_loaded(data.draw(st.binary(max_size=200)), tmp_path / "noise")

@@ -41,7 +41,9 @@ def test_two_writers_of_one_path_share_no_temporary(victim: Path):
     assert [entry.name for entry in path.parent.iterdir()] == ["page"]
 
 
-KILLED = """
+@pytest.mark.slow
+def test_a_killed_writer_leaves_a_whole_file(victim: Path):
+    code = """
 import sys
 from pathlib import Path
 from onepass.train.commands import files
@@ -51,13 +53,9 @@ while True:
     files.write(path, b"a" * 300_000)
     files.write(path, b"b" * 300_000)
 """
-
-
-@pytest.mark.slow
-def test_a_killed_writer_leaves_a_whole_file(victim: Path):
     path = victim.parent / "run" / "page"
     for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
         while not path.exists():

@@ -13,14 +13,9 @@ from safetensors.torch import load_file
 
 from onepass.train import data
 from onepass.train.checkpoint import of_run
-from onepass.train.config import Config
 from onepass.train.loop import learning_rate
 from onepass.train.model import new, parameter_groups
 from train.tiny import command, config, printed, rows
-
-
-def next_byte(**values: object) -> Config:
-    return config(**{"task": "causal", "seq": 48, "window": 8, **values})
 
 
 def test_initial_weights_depend_on_the_seed_and_leave_torchs_random_state_alone():
@@ -70,7 +65,7 @@ def test_each_byte_is_asked_for_and_the_one_before_it_shown():
 
 
 def test_no_guess_depends_on_a_later_byte():
-    model = new(next_byte()).eval()
+    model = new(config(task="causal", seq=48, window=8)).eval()
     tokens = torch.randint(256, (1, 48))
     asked = torch.arange(48)[None]
     with torch.no_grad():

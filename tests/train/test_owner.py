@@ -15,7 +15,10 @@ from train.tiny import TINY, at_step, contents, drive, refused, rows
 
 Train = Callable[..., int]
 
-TOGETHER = """
+
+@pytest.mark.slow
+def test_of_several_starts_in_one_directory_one_wins(whole: Path, texts: Path, tmp_path: Path):
+    script = """
 def together(count, *options):
     go = time.monotonic() + 0.2
     def do():
@@ -24,12 +27,7 @@ def together(count, *options):
     children = [fork(do, f"log{i}") for i in range(count)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return codes, [Path(f"log{i}").read_text() for i in range(count)]
-"""
 
-
-@pytest.mark.slow
-def test_of_several_starts_in_one_directory_one_wins(whole: Path, texts: Path, tmp_path: Path):
-    script = """
 for options in (["--out", "run"], ["--out", "run", "--resume"], ["--out", "run", "--force"]):
     codes, said = together(3, *options)
     assert 0 in codes and set(codes) <= {0, 2}, (codes, said)
@@ -40,7 +38,7 @@ for options in (["--out", "run"], ["--out", "run", "--resume"], ["--out", "run",
 codes, said = together(3)
 assert codes == [0] * 3, said
 """
-    drive(TOGETHER + script, tmp_path, str(texts), *TINY)
+    drive(script, tmp_path, str(texts), *TINY)
     runs = [tmp_path / "run", *(tmp_path / "runs").iterdir()]
     assert len(runs) == 4
     assert all(rows(run) == rows(whole) for run in runs)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from onepass.train import html
 from onepass.train.model import new
-from onepass.train.trace import Trace, trace
+from onepass.train.trace import trace
 from train.tiny import config
 
 TAGS = {
@@ -16,11 +16,6 @@ TAGS = {
     "table", "caption", "tr", "th", "td",
 }  # fmt: skip
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
-
-
-def traced(content: bytes, name: str, **values: object) -> Trace:
-    values = {"dim": 8, "blocks": 1, "seq": 16, **values}
-    return trace(new(config(**values)).eval(), config(**values), name, content, 4096)
 
 
 class Reader(HTMLParser):
@@ -54,7 +49,8 @@ class Reader(HTMLParser):
 )  # fmt: skip
 def test_no_text_breaks_out(text: str, name: str, model: dict[str, object]):
     content = (EVIL + text).encode("utf-8", "surrogatepass")
-    page = html.page(traced(content, name, **model), EVIL + name)
+    settings = config(dim=8, blocks=1, seq=16, **model)
+    page = html.page(trace(new(settings).eval(), settings, name, content, 4096), EVIL + name)
     reader = Reader(page)
     assert set(reader.tags) <= TAGS
     assert reader.links == []

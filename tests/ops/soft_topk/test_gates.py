@@ -193,9 +193,6 @@ def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.Mon
     assert all(map(torch.equal, actual, run()))
 
 
-many_passes = pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
-
-
 # two of each kind of row in every run, four more in the slow one
 SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 48))]
 
@@ -226,7 +223,7 @@ def hostile(seed: int, n: int, generator: torch.Generator) -> Tensor:
     return rows[seed % len(rows)].float()
 
 
-@many_passes
+@pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_sum_to_k_whatever_the_scores(seed: int, device: str) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -252,8 +249,6 @@ def test_rows_sum_to_k_whatever_the_scores(seed: int, device: str) -> None:
 
 
 no_interpreter = pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
-
-
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "soft_topk of a float": lambda x: onepass.soft_topk(x, x.shape[-1] / 4),
     "soft_topk of an int": lambda x: onepass.soft_topk(x, x.shape[-1] // 4),
