@@ -162,10 +162,10 @@ def budgets() -> dict[str, str]:
 
 def budget() -> Iterable[str]:
     yield (
-        "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
-        "blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s {experts600} and "
-        "{global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} (d 512). Hidden bytes, "
-        "after 200 s: dense {dense200task}, experts {experts200task}, without {global200task}."
+        "{experts60} bits with experts and {global60} without; with fp32 weights dense {dense60}, windows alone "
+        "{windows60}, routed blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s "
+        "{experts600} and {global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} "
+        "(d 512). Hidden bytes, after 200 s: dense {dense200task}, experts {experts200task}, without {global200task}."
     ).format(**budgets())
 
 

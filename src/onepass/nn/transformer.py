@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.core.eager import plain
 from onepass.core.launch import next_power_of_2
 from onepass.fused import decoding
 from onepass.fused.runs import known, neighbours
-from onepass.ops._shared.arguments import symbolic
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.definition import BASE
 from onepass.ops.span_attention.op import span_attention
@@ -220,7 +220,7 @@ class TransformerBlock(Block):
 
 def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
-    rows = n if symbolic(n) else next_power_of_2(n)
+    rows = next_power_of_2(n) if plain(like) else n  # kept ones serve other lengths, too
     cos, sin = known(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
     return (cos, sin) if rows == n else (cos[:n], sin[:n])
 

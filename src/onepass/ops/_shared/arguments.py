@@ -147,12 +147,12 @@ def split_count(value: Tensor | float, like: Tensor) -> tuple[Tensor | None, flo
 
     As a number it would bind the compiled program to one length.
     """
-    if not symbolic(value):
+    if not _symbolic(value):
         return split(value)
     return torch.full((), value, dtype=accumulator(like), device=like.device), 0.0  # type: ignore[arg-type]
 
 
-def symbolic(value: Any) -> bool:
+def _symbolic(value: Any) -> bool:
     if isinstance(value, Tensor):
         return False
     if not (torch.compiler.is_compiling() or isinstance(value, (torch.SymInt, torch.SymFloat))):
