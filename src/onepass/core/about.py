@@ -13,14 +13,9 @@ from pathlib import Path
 import torch
 
 SETTINGS = (
-    "ONEPASS_BACKEND",
-    "ONEPASS_COMPILED_NORMS",
-    "ONEPASS_REPLAY",
-    "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
+    "ONEPASS_BACKEND", "ONEPASS_COMPILED_NORMS", "ONEPASS_REPLAY", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
 
 
 def distribution_version(*names: str) -> str | None:

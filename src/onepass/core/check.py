@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import numbers
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def setting(name: str, *accepted: str) -> str:
+    """Return the value of an environment variable, the first accepted one without it; raise ValueError for another."""
+    value = os.environ.get(name) or accepted[0]
+    if value not in accepted:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}, got {value!r}")
+    return value
 
 
 def tensor(op: str, name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -67,9 +68,10 @@ def test_wrong_arguments_are_refused_in_a_compiled_call_too() -> None:
 
 
 def test_switches_are_read_at_import() -> None:
+    """Another value is refused; the command says so in its line. An empty one counts as none."""
     code = """
 import os
-for name, value in (("BACKEND", "torch"), ("COMPILED_NORMS", "kernels")):
+for name, value in (("BACKEND", ""), ("REPLAY", "0"), ("COMPILED_NORMS", "kernels")):
     try:
         import onepass
     except ValueError as error:
@@ -78,7 +80,10 @@ for name, value in (("BACKEND", "torch"), ("COMPILED_NORMS", "kernels")):
 from onepass.ops.norm import op
 print(op.COMPILED)
 """
-    environment = {**os.environ, "ONEPASS_BACKEND": "x", "ONEPASS_COMPILED_NORMS": "x"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    told = "BACKEND must be 'auto' or 'torch', got 'x'\nONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got 'x'"
-    assert done.stdout == f"ONEPASS_{told}\nkernels\n"
+    accepted = {"BACKEND": ("auto", "torch"), "REPLAY": ("1", "0"), "COMPILED_NORMS": ("torch", "kernels")}
+    told = [f"ONEPASS_{name} must be {a!r} or {b!r}, got '\\x07'\n" for name, (a, b) in accepted.items()]
+    env = os.environ | {f"ONEPASS_{name}": "\x07" for name in accepted}
+    call = functools.partial(subprocess.run, env=env, capture_output=True, text=True, check=False)
+    assert call([sys.executable, "-c", code]).stdout == "".join(told) + "kernels\n"
+    done = call([sys.executable, "-m", "onepass", "--version"])
+    assert (done.returncode, done.stderr) == (2, f"onepass: {told[0]}")

@@ -6,15 +6,6 @@ from .geometry import aligned, as_rows, cdiv, even_rows, next_power_of_2, sm_cou
 from .replay import replayed
 
 __all__ = [
-    "INTERPRET",
-    "aligned",
-    "as_rows",
-    "cdiv",
-    "even_rows",
-    "launch",
-    "next_power_of_2",
-    "path",
-    "replayed",
-    "sm_count",
+    "INTERPRET", "aligned", "as_rows", "cdiv", "even_rows", "launch", "next_power_of_2", "path", "replayed", "sm_count",
     "uses_triton",
-]
+]  # fmt: skip

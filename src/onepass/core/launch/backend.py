@@ -9,14 +9,13 @@ import os
 import torch
 from torch import Tensor
 
+from onepass.core import check
 from onepass.core.eager import is_fake
 
 # Triton reads this when a kernel is decorated, so it stays as it was at import.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
-BACKEND = os.environ.get("ONEPASS_BACKEND") or "auto"
-if BACKEND not in ("auto", "torch"):
-    raise ValueError(f"ONEPASS_BACKEND must be 'auto' or 'torch', got {BACKEND!r}")
+BACKEND = check.setting("ONEPASS_BACKEND", "auto", "torch")
 
 
 @functools.cache

@@ -8,7 +8,6 @@ a sum, a read of a value); such calls keep running as written. `ONEPASS_REPLAY=0
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onepass.core import check
 from onepass.core.eager import PLAIN_TYPES
 
 from .compiled import Compiled, Grid, is_recording, launch_arguments, recording
 
 # read at import, as operators wrap their functions then
-REPLAY = os.environ.get("ONEPASS_REPLAY", "1") != "0"
+REPLAY = check.setting("ONEPASS_REPLAY", "1", "0") == "1"
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, overload
@@ -26,9 +25,7 @@ from .definition import NONE, QUANTIZE, Needs, Options, Results, Table, table
 _launch = functools.cache(lambda: import_module(".launch", __package__))
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
-COMPILED = os.environ.get("ONEPASS_COMPILED_NORMS", "torch")
-if COMPILED not in ("torch", "kernels"):
-    raise ValueError(f"ONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got {COMPILED!r}")
+COMPILED = check.setting("ONEPASS_COMPILED_NORMS", "torch", "kernels")
 
 
 def forward_ways(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
