@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -91,8 +90,8 @@ def _owner(params: list[Tensor]) -> Lion:
     def has(own: list[Tensor]) -> bool:
         return _same(own, params) or not set(map(id, params)).isdisjoint(map(id, own))
 
-    owners: WeakSet[Lion] = Lion.instances
-    found = [o for o in owners if has(_parameters(o))]
+    # a list made in one call: another thread may build a Lion meanwhile
+    found = [o for ref in Lion.instances.valuerefs() if (o := ref()) is not None and has(_parameters(o))]
     if len(found) != 1:
         raise ValueError(
             f"clip_grad_norm: {len(found) or 'no'} onepass.optim.Lion {'have' if found else 'has'} these parameters; "

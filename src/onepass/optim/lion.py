@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, ClassVar, TypeVar, overload
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -86,8 +86,8 @@ class Lion(Optimizer):
         tensor([ 0.9000, -1.9000])
     """
 
-    # all optimizers, in which `clip_grad_norm` finds that of its parameters
-    instances: ClassVar[WeakSet[Lion]] = WeakSet()
+    # all optimizers by id, in which `clip_grad_norm` finds that of its parameters
+    instances: ClassVar[WeakValueDictionary[int, Lion]] = WeakValueDictionary()
     _work: Work | None = None
     # a 0-dim tensor; the next step multiplies gradients by it
     clip_coefficient: Tensor | None = None
@@ -110,7 +110,7 @@ class Lion(Optimizer):
         check_options(defaults)
         super().__init__(params, defaults)
         self._set_amp_scaling()
-        Lion.instances.add(self)
+        Lion.instances[id(self)] = self
 
     def _set_amp_scaling(self) -> None:
         # if True, GradScaler gives scale and found_inf to the step as device tensors. Lightning does not clip the
@@ -139,7 +139,7 @@ class Lion(Optimizer):
         super().__setstate__(state)
         self._work = None
         self._set_amp_scaling()
-        Lion.instances.add(self)
+        Lion.instances[id(self)] = self
         for group in self.param_groups:
             rename_options(group)
             for name, value in self.defaults.items():
@@ -186,6 +186,7 @@ class Lion(Optimizer):
             before.remove()
             after.remove()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients (or set them to zero) and remove their clip coefficient."""
         self.clip_coefficient = None
