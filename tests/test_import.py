@@ -188,22 +188,6 @@ def test_a_name_of_another_room_gets_a_hint(name: str, room: str) -> None:
     assert str(error.value) == f"module 'onepass' has no attribute {name!r}{hint}"
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["train", "--stesp", "3"], "onepass train: unrecognized arguments: --stesp; did you mean --steps?\n"),
-        (["train", "--tsk=x"], "onepass train: unrecognized arguments: --tsk=x; did you mean --task?\n"),
-        (["doctor", "--zzz"], "onepass doctor: unrecognized arguments: --zzz\n"),
-        (["--versoin"], "onepass: unrecognized arguments: --versoin; did you mean --version?\n"),
-    ],
-)
-def test_a_misspelt_option(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(command)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == said
-
-
 @pytest.mark.parametrize("run", [["onepass", "doctor"], ["-m", "onepass"], ["-c", "import onepass"]])
 def test_ctrl_c_while_torch_loads(run: list[str], tmp_path: Path) -> None:
     """The command ends in one line, as later; a program gets its exception."""

@@ -77,8 +77,7 @@ def test_losses() -> None:
     torch.testing.assert_close(load_balancing_loss(routing).double(), 4 * (p * f).sum(), rtol=1e-5, atol=1e-6)
     expected = routing.logits.double().logsumexp(-1).square().mean()
     torch.testing.assert_close(router_z_loss(routing).double(), expected, rtol=1e-5, atol=1e-6)
-    (router_weight,) = torch.autograd.grad(load_balancing_loss(routing) + router_z_loss(routing), layer.router.weight)
-    assert router_weight.any()
+    assert torch.autograd.grad(load_balancing_loss(routing) + router_z_loss(routing), layer.router.weight)[0].any()
 
 
 def test_balance_moves_toward_the_mean() -> None:
@@ -103,9 +102,8 @@ def test_bias_and_counts_stay_in_fp32() -> None:
 
 
 def test_four_parts_move_a_bias_as_one_batch() -> None:
-    whole, parts = Experts(8, 4), Experts(8, 4, device="meta")
+    whole, parts, x = Experts(8, 4), Experts(8, 4, device="meta"), torch.randn(64, 8)
     parts.load_state_dict({name: t.clone() for name, t in whole.state_dict().items()}, assign=True)
-    x = torch.randn(64, 8)
     whole(x)
     for part in x.split(16):
         checkpoint(parts, part.requires_grad_(), use_reentrant=False).sum().backward()
@@ -142,9 +140,8 @@ def test_compiled_in_one_graph_and_exported(device: str) -> None:
     for call in (layer, compiled):
         layer.tokens_per_expert.zero_()
         y = call(x, mask)
-        found.append(
-            [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y)), layer.tokens_per_expert]
-        )
+        gradients = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+        found.append([y, *gradients, layer.tokens_per_expert])
     assert all(map(torch.equal, *found))
     exported = torch.export.export(layer.eval(), (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
     longer = torch.randn(2, 12, 16, device=device)
@@ -163,6 +160,21 @@ def test_autocast(device: str) -> None:
     assert y.dtype == torch.float32
     assert not torch.equal(y, plain)
     torch.testing.assert_close(y, plain, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_router_and_norm_with_hooks_and_others_in_their_place(autocast: bool, device: str) -> None:
+    """They are called then; logits stay in fp32."""
+    layer, x = Experts(16, 4).to(device), torch.randn(40, 16, device=device)
+    with torch.autocast(device, torch.float16, enabled=autocast):
+        _, plain = layer(x, return_routing=True)
+        for module in (layer.norm, layer.router):
+            module.register_forward_hook(lambda module, given, y: 2 * y)
+        _, hooked = layer(x, return_routing=True)
+        layer.router = nn.Sequential(layer.router)
+        _, inside = layer(x, return_routing=True)
+    torch.testing.assert_close(hooked.logits, 4 * plain.logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(inside.logits, hooked.logits)
 
 
 @pytest.mark.gpu

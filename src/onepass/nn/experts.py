@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core import check
+from onepass.core import check, eager
 from onepass.ops._shared import arguments
-from onepass.ops.experts.choice import choose_experts
+from onepass.ops.experts import choice, definition
 from onepass.ops.experts.op import ACTIVATIONS, experts
 from onepass.ops.norm.op import rms_norm
 
+from .calls import RoutedCall, as_written, has_no_overrides
 from .count import check_dtype, check_flag, check_int, check_number, check_size
 from .norm import RMSNorm
-
-if TYPE_CHECKING:
-    from .calls import RoutedCall
 
 
 class ExpertRouting(NamedTuple):
@@ -44,6 +42,11 @@ class _Logits(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
+    @eager.outside_autocast
+    def forward(self, u: Tensor) -> Tensor:
+        wide = torch.promote_types(u.dtype, torch.float32)
+        return F.linear(u.to(wide), self.weight.to(wide))
+
 
 class _Shared(nn.Module):
     """The feed-forward of all tokens, without a norm: it takes what the experts take."""
@@ -55,9 +58,8 @@ class _Shared(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False, **factory)
 
     def forward(self, u: Tensor) -> Tensor:
-        h = self.up(u)
-        h = F.gelu(h, approximate="tanh") if self.gate is None else F.silu(self.gate(u)) * h
-        return self.down(h)  # type: ignore[no-any-return]
+        h, gate = self.up(u), self.gate
+        return self.down(F.gelu(h, approximate="tanh") if gate is None else F.silu(gate(u)) * h)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -85,9 +87,8 @@ class Experts(nn.Module):
 
     Shapes: ``layer(x, mask=None)`` with x ``(…, dim)`` and mask ``(…)`` bool, True at real tokens, gives y like x: 0 at
     masked tokens, which are in no expert's rows and in no count. ``layer(x, mask, return_routing=True)`` gives
-    ``(y, ExpertRouting)``. Logits are in fp32 under autocast too, of tokens that the norm
-    wrote in autocast's dtype. In training a forward adds its counts to the buffer
-    ``tokens_per_expert``, in place, so that a CUDA graph repeats it; in eval mode and under torch.func it does not.
+    ``(y, ExpertRouting)``. Logits are in fp32 under autocast too, of tokens that the norm wrote in autocast's dtype. In
+    training a forward adds its counts to ``tokens_per_expert`` in place, as a CUDA graph repeats; not under torch.func.
 
     All weights are in memory, a token multiplies by those of top_k experts (docs/experts.md). Results are the same bit
     for bit from run to run; the host never waits. A token's last bits may depend on how many tokens share its expert.
@@ -109,6 +110,7 @@ class Experts(nn.Module):
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
+    __call__: RoutedCall[ExpertRouting]
 
     def __init__(
         self, dim: int, num_experts: int, top_k: int = 2, *, hidden_dim: int | None = None, activation: str = "gelu",
@@ -125,9 +127,8 @@ class Experts(nn.Module):
         check_number("Experts", "balance_rate", balance_rate, "a finite number ≥ 0", lambda r: 0 <= r < math.inf)
         if top_k > num_experts:
             raise ValueError(f"Experts: top_k must be ≤ num_experts = {num_experts}, got {top_k}")
-        for name, value, known in (
-            ("activation", activation, ACTIVATIONS), ("score_func", score_func, ("sigmoid", "softmax")),
-        ):  # fmt: skip
+        choices = ("activation", activation, ACTIVATIONS), ("score_func", score_func, ("sigmoid", "softmax"))
+        for name, value, known in choices:
             if value not in known:
                 raise ValueError(f"Experts: {name} must be one of {known}, got {value!r}")
         self.dim, self.num_experts, self.top_k, self.hidden_dim = dim, num_experts, top_k, hidden_dim
@@ -179,15 +180,19 @@ class Experts(nn.Module):
         matrices: list[Any] = [self.up, self.down, self.gate]
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            # the norm writes what the products read
-            u = rms_norm(x, self.norm.weight, eps=self.norm.eps, out_dtype=dtype)
             matrices = [None if t is None else t.to(dtype) for t in matrices]
+            # the norm writes what the products read
+            fused = as_written([self.norm], [RMSNorm])
+            u = rms_norm(x, self.norm.weight, eps=self.norm.eps, out_dtype=dtype) if fused else self.norm(x).to(dtype)
         else:
             u = self.norm(x)
-        u = u.reshape(-1, self.dim)
-        weights, logits, indices, counts = choose_experts(
-            u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
-        )
+        u, router = u.reshape(-1, self.dim), self.router
+        how = self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
+        if type(router) is _Logits and has_no_overrides(router):
+            weights, logits, indices, counts = choice.choose_experts(u, router.weight, *how)
+        else:  # a hook, or an adapter in its place
+            logits = router(u).to(torch.promote_types(u.dtype, torch.float32))
+            weights, indices, counts = definition.choose(logits, *how)
         if self.training and not torch._C._are_functorch_transforms_active():
             if self.tokens_per_expert.is_meta and not counts.is_meta:  # load_state_dict(assign=True) brings none
                 self.tokens_per_expert = torch.zeros_like(self.expert_bias)
@@ -200,9 +205,6 @@ class Experts(nn.Module):
             return y
         chosen, logits = (*x.shape[:-1], self.top_k), logits.view(*x.shape[:-1], self.num_experts)
         return y, ExpertRouting(indices.view(chosen), weights.view(chosen), logits, counts)
-
-    if TYPE_CHECKING:
-        __call__: RoutedCall[ExpertRouting]
 
     def extra_repr(self) -> str:
         options = "num_experts", "top_k", "hidden_dim", "activation", "score_func"

@@ -37,11 +37,9 @@ def _check_indices(name: str, indices: Tensor, n_experts: int) -> None:
             f"{name}: indices must be (tokens, k) of fewer than 2^31 choices, got {tuple(indices.shape)}; "
             "pass indices.flatten(0, -2)"
         )
-    if seen and indices.device.type == "cpu" and indices.numel():
-        low, high = (int(v) for v in indices.aminmax())
-        if low < -1 or high >= n_experts:
-            found = low if low < -1 else high
-            raise ValueError(f"{name}: indices must be −1 (no expert) or 0 … {n_experts - 1}, got {found}")
+    ends = indices.aminmax() if seen and indices.device.type == "cpu" and indices.numel() else ()
+    if wrong := [v for v in map(int, ends) if not -1 <= v < n_experts]:
+        raise ValueError(f"{name}: indices must be −1 (no expert) or 0 … {n_experts - 1}, got {wrong[0]}")
 
 
 def _check(
