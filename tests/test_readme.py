@@ -40,45 +40,42 @@ LLAMA = [r for r in records("h200/lion.json")[1:] if r["case"].get("model") == "
 
 
 def swapped() -> Iterable[str]:
-    header, *found = records("h100/raw/swapped_llama.json")
-    runs = {(r["program"].split(", ")[1], r["mode"]): r for r in found if "mode" in r}
-    told = {run: f"{r['wall_us'] / 1e3:.1f} ms and {r['peak_mib']:.0f} MiB" for run, r in runs.items()}
-    first = f"(random weights, 1×4096 tokens, bf16, {made(header)}) takes {told['as it is', 'compiled']}"
-    gpu = (f"{runs[way, 'compiled']['gpu_us'] / 1e3:.1f}" for way in ("as it is", "swapped"))
-    swapped = f"{told['swapped', 'compiled']} swapped (GPU time {' and '.join(gpu)} ms)"
-    yield f"{first} at the peak without onepass, and {swapped}"
-    eager = (told[way, "eager"] for way in ("as it is", "Liger's norms", "swapped"))
-    yield "{} as it is, {} with Liger's norms, {} swapped".format(*eager)
+    header, *found = records("h200/swap.json")
+    told = {(r["impl"], len(r["case"])): f"{r['us'] / 1e3:.1f} ms and {r['peak_mib']:.0f} MiB" for r in found}
+    yield f"(random weights, 1×4096 tokens, bf16, {made(header)}): eager {told['as it is', 4]} at the peak as it is,"
+    yield f"{told['liger', 4]} with Liger's norms, {told['onepass', 4]} swapped;"
+    yield f"compiled {told['as it is, torch.compile', 5]} without onepass, {told['onepass', 5]} swapped."
 
 
-def fastest(row: Record) -> float:
+def fastest(row: dict[str, float]) -> float:
     """The least time of all others in a row of the record: in any order, ties by chance or not."""
-    return min(us for way, us in row.items() if isinstance(us, float) and not way.startswith(("onepass", "read")))
+    return min(us for way, us in row.items() if not way.startswith("onepass"))
 
 
 def selection() -> Iterable[str]:
-    record = records("h100/raw/topk_rivals.json")
-    rows = record["rows"]
-    yield f"{made(record)}, torch {record['torch'].partition('+')[0][:4]}, in CUDA graphs with a cold L2"
-    few = [row for row in rows if row["k"] <= 64]
+    header, *found = records("h200/topk.json")
+    yield f"{made(header)}, torch {header['torch'].partition('+')[0][:4]}, in CUDA graphs with a cold L2"
+    rows: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in (r for r in found if r["op"] == "topk" and len(r["case"]) == 3):
+        rows.setdefault((*r["case"].values(), r["dtype"]), {})[r["impl"]] = r["us"]
+    few = [row for call, row in rows.items() if call[0] >= 256 and call[2] <= 64]
     ratios = [row["torch.topk"] / row["onepass"] for row in few]
-    yield f"From {min(row['rows'] for row in few)} rows on"
-    yield f"`torch.topk` takes {min(ratios):.0f} to {max(ratios):.0f} times our time"
+    yield f"(k ≤ 64), `torch.topk` takes {min(ratios):.0f} to {max(ratios):.0f} times our time"
     ratios = [fastest(row) / row["onepass"] for row in few]
     yield f"takes {min(ratios):.1f} to {max(ratios):.1f} times"
-    cells = {(r["rows"], r["cols"], r["k"], r["dtype"]): r for r in rows}
     calls = ("autoencoder", 4096, 65536, 32), ("expert router", 65536, 64, 8), ("vocabulary", 4096, 50257, 50)
     for name, *call in calls:
-        found = [cells[(*call, dtype)] for dtype in ("float32", "bfloat16")]
-        told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in found)
+        both = [rows[(*call, dtype)] for dtype in ("float32", "bfloat16")]
+        told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in both)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
     less = [100 - 100 * ours / theirs for recipe, (theirs, ours) in recipes().items() if "TopK" in recipe]
     yield f"take {min(less):.0f} to {max(less):.0f} % less time ({made(records('h200/raw/recipes.json'))};"
-    many = cells[8, 1 << 20, 65536, "bfloat16"]
-    assert fastest(many) == many["flashinfer no order"]
-    told = f"{many['onepass by index']:.0f} µs, `torch.topk` {many['torch.topk unsorted']:.0f}"
+    many = rows[8, 1 << 20, 65536, "bfloat16"]
+    assert fastest(many) == many["flashinfer, no order"]
+    told = f"{many['onepass, by index']:.0f} µs, `torch.topk` {many['torch.topk, no order']:.0f}"
     yield f"{told}, FlashInfer without an order {fastest(many):.0f}"
-    ratios = [r["flashinfer no order"] / r["onepass by index"] for r in rows if r["rows"] <= 64 and r["k"] == 2048]
+    free = [row for call, row in rows.items() if call[0] <= 64 and call[2] == 2048]
+    ratios = [row["flashinfer, no order"] / row["onepass, by index"] for row in free]
     yield f"FlashInfer, without order and determinism, takes {min(ratios):.2f} to {max(ratios):.2f} times our time"
     yield topk_on_a_cpu()
 
@@ -205,10 +202,12 @@ def speed() -> Iterable[str]:
             yield f"| `{layer}` | {' | '.join(told)} |"
     for r in records("h200/raw/decoding.json")["records"]:
         yield "| {windows ms:.3f} | {torch windows ms:.3f} | {experts ms:.3f} |".format(**r)
-    blocks = (f"h200/raw/transformer_block{of}.json" for of in ("", "_windows"))
-    us = {(r["impl"], r["case"]["window"]): r["us"] for name in blocks for r in records(name)[1:]}
-    told = "{:.0f} µs with windows of 128, {:.0f} without; torch compiled, `flex_attention` for windows, {:.0f} and"
-    yield told.format(*(us[f"{by}, CUDA graph", window] for by in ("onepass", "torch.compile") for window in (128, 0)))
+    blocks = [r for r in records("h200/fused.json")[1:] if r["op"] == "transformer_block"]
+    us = {(r["impl"], *(r["case"][of] for of in ("n", "dim", "window"))): f"{r['us']:.0f}" for r in blocks}
+    told = "{} µs with windows of 128, {} without; torch compiled, `flex_attention` for windows, {} and {};"
+    for n, dim, words in ((8192, 256, told), *((n, 512, "{} and {}, torch {} and {}") for n in (8192, 32768))):
+        ways = ((f"{by}, CUDA graph", n, dim, window) for by in ("onepass", "torch.compile") for window in (128, 0))
+        yield words.format(*map(us.__getitem__, ways))
     yield topk_on_a_cpu()
 
 
