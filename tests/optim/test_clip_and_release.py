@@ -36,10 +36,13 @@ def test_whose_gradients_are_clipped() -> None:
         ([*a, *b], 1.0, first, ValueError, "not the optimizer's"),
         (b[:1], 1.0, None, ValueError, "more parameters with gradients than were given"),
         (a, 1.0, sgd, TypeError, r"optimizer must be an onepass\.optim\.Lion, got SGD"),
-        (a, -1.0, None, ValueError, "max_norm must be at least 0, got -1"),
+        (a, -1.0, None, ValueError, "max_norm must be ≥ 0, got -1"),
+        (a, "1", None, TypeError, "max_norm must be a number ≥ 0, got str"),
     ):
         with pytest.raises(error, match=words):
             clip_grad_norm(params, max_norm, optimizer=optimizer)
+    with pytest.raises(TypeError, match="grad_scale must be a tensor, got float"):
+        clip_grad_norm(a, 1.0, grad_scale=2.0)  # type: ignore[arg-type]
     assert first.clip_coefficient is None
     clip_grad_norm(b, 1.0)
     assert second.clip_coefficient is not None
@@ -192,7 +195,7 @@ def test_release_refuses() -> None:
         release_gradients(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none of the model's parameters"):
         release_gradients(other, optimizer)
-    with pytest.raises(ValueError, match="bucket_bytes must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="bucket_bytes must be ≥ 0, got -1"):
         release_gradients(model, optimizer, bucket_bytes=-1)
     handle = release_gradients(model, optimizer)
     with pytest.raises(ValueError, match="releases already"):

@@ -233,10 +233,8 @@ def test_a_state_on_another_device_is_refused() -> None:
     ("options", "error", "match"),
     [
         ({"lr": "1e-3"}, TypeError, "Invalid learning rate: '1e-3'; a number or a tensor"),
-        ({"weight_decay": None}, TypeError, "Invalid weight_decay value: None; a number or a tensor"),
         ({"betas": 0.9}, ValueError, "Invalid betas: 0.9; Lion takes two numbers"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0; lr must be ≥ 0"),
-        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan"),
+        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan; lr must be ≥ 0"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
         ({"betas": (1.0, 0.99)}, ValueError, "Invalid beta parameter at index 0: 1.0; betas must be ≥ 0 and < 1"),
         ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
@@ -244,7 +242,7 @@ def test_a_state_on_another_device_is_refused() -> None:
         ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
         ({"state_dtype": "int4"}, ValueError, r"Invalid state_dtype: 'int4'; accepted: \(None, torch.float32,"),
         ({"state_dtype": "int8", "differentiable": True}, ValueError, "'int8' is not differentiable"),
-        ({"low_precision": "sr"}, ValueError, "low_precision: 'sr'; auto, none, remainder are"),
+        ({"low_precision": "sr"}, ValueError, r"low_precision: 'sr'; accepted: \('auto', 'none', 'remainder'\)"),
         ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
         ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
         ({"differentiable": True, "low_precision": "remainder"}, ValueError, "not differentiable"),
@@ -342,8 +340,7 @@ def test_named_parameters_and_their_names_in_a_state() -> None:
     steps(optimizer, list(model.parameters()), 1)
     state = optimizer.state_dict()
     assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
-    plain = Lion(model.parameters())
-    plain.load_state_dict(state)
+    Lion(model.parameters()).load_state_dict(state)
     named = Lion(model.named_parameters())
     named.load_state_dict(state)
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]

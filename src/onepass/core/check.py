@@ -21,17 +21,17 @@ def setting(name: str, *accepted: str) -> str:
 
 
 def tensor(op: str, name: str, value: object) -> None:
-    """Raise TypeError unless value is a tensor."""
+    """Raise TypeError unless value is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else value.layout
+        raise TypeError(f"{op}: {name} must be dense, got {got}; pass {name}.to_dense() or to_padded_tensor()")
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
     """Raise TypeError unless value is a dense fp32, fp16, bf16 or fp64 tensor."""
     tensor(op, name, value)
-    if value.layout is not torch.strided or value.is_nested:
-        got = "a nested tensor" if value.is_nested else value.layout
-        raise TypeError(f"{op}: {name} must be dense, got {got}; pass {name}.to_dense() or to_padded_tensor()")
     if value.dtype not in FLOATS:
         raise TypeError(
             f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}; pass {name}.float()"

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from onepass.core import check
 from onepass.optim.lion import Lion
+from onepass.optim.sharded import whole
 
 _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 
@@ -56,8 +58,10 @@ def clip_grad_norm(
         tensor([ 0.0060, -0.0080])
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not isinstance(max_norm, Tensor) and not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm: max_norm must be at least 0, got {max_norm}")
+    if not isinstance(max_norm, Tensor):
+        check.not_negative("clip_grad_norm", "max_norm", max_norm)
+    if grad_scale is not None:
+        check.tensor("clip_grad_norm", "grad_scale", grad_scale)
     owner = _owner(params) if optimizer is None else optimizer
     if not isinstance(owner, Lion):
         raise TypeError(f"clip_grad_norm: optimizer must be an onepass.optim.Lion, got {type(owner).__name__}")
@@ -133,10 +137,7 @@ def _norm(
 
 
 def _norm_of(g: Tensor) -> Tensor:
-    wide = torch.float32 if g.dtype in (torch.float16, torch.bfloat16) else None
-    norm: Tensor = torch.linalg.vector_norm(g, dtype=wide)
-    whole = getattr(norm, "full_tensor", None)
-    return norm if whole is None else whole()
+    return whole(torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype.itemsize == 2 else None))
 
 
 def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:

@@ -73,10 +73,9 @@ def check_options(group: dict[str, Any]) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}; betas must be ≥ 0 and < 1")
     cautious_factor(group)
-    if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(f"Invalid state_dtype: {group['state_dtype']!r}; accepted: {STATE_DTYPES}")
-    if group["low_precision"] not in LOW_PRECISION:
-        raise ValueError(f"Invalid low_precision: {group['low_precision']!r}; {', '.join(LOW_PRECISION)} are accepted")
+    for name, accepted in (("state_dtype", STATE_DTYPES), ("low_precision", LOW_PRECISION)):
+        if group[name] not in accepted:
+            raise ValueError(f"Invalid {name}: {group[name]!r}; accepted: {accepted}")
     if group["fused"]:
         if group["differentiable"]:
             raise RuntimeError("`fused` does not support `differentiable`")

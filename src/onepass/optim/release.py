@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from onepass.core import check
 from onepass.optim.lion import Lion
 from onepass.optim.sharded import placed_gradients
 from onepass.optim.step import Work
@@ -146,8 +147,7 @@ def release_gradients(model: nn.Module, optimizer: Lion, *, bucket_bytes: int = 
     """
     if not isinstance(optimizer, Lion):
         raise TypeError(f"release_gradients: optimizer must be an onepass.optim.Lion, got {type(optimizer).__name__}")
-    if bucket_bytes < 0:
-        raise ValueError(f"release_gradients: bucket_bytes must be at least 0, got {bucket_bytes}")
+    check.not_negative("release_gradients", "bucket_bytes", bucket_bytes)
     if optimizer.releasing:
         raise ValueError("release_gradients: this optimizer releases already; remove() its handle first")
     return ReleasedGradients(model, optimizer, bucket_bytes)

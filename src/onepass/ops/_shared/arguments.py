@@ -38,7 +38,7 @@ def along(
     check.floating(op, "scores", scores)
     mask(op, allowed, scores)
     n = max(1, scores.dim())
-    if not isinstance(dim, int) or not -n <= dim < n:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -n <= dim < n:
         raise ValueError(f"{op}: dim must be an int from {-n} to {n - 1}, got {dim!r}")
     if not scores.dim():
         return scores[None], None if allowed is None else allowed[None], lambda t: t[0]

@@ -65,7 +65,7 @@ def reshaped(op: str, n: int, groups: int, x: Tensor, *tensors: Tensor | None) -
     parts: list[Any] = []
     for name, t in zip(("x", "weight", "bias", "residual", "gate"), (x, *tensors), strict=True):
         if t is not None:
-            check.tensor(op, name, t)
+            check.floating(op, name, t)
             like, of_x = (vector, "") if name in ("weight", "bias") else (shape, " of x")
             if t.shape != like:
                 when = "" if groups == 1 else "with groups, "
@@ -450,7 +450,7 @@ def layer_norm(
         eps = eps if torchs_eps is None else torchs_eps
     elif type(eps) is not float or not eps >= 0:
         check.not_negative("layer_norm", "eps", eps)
-    others = True, stable, False, False, False, out_dtype, 0
+    others = True, bool(stable), False, False, False, out_dtype, 0
     return _call("layer_norm", n, x, weight, bias, residual, None, 1, eps, offset, *others)
 
 

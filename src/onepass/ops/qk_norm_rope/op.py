@@ -171,4 +171,5 @@ def qk_norm_rope(
         >>> q.shape
         torch.Size([2, 8, 2, 8])
     """
-    return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, float(offset), interleaved)  # type: ignore[no-any-return]
+    offset = check.number(OP, "offset", offset)
+    return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, offset, interleaved)  # type: ignore[no-any-return]

@@ -54,8 +54,9 @@ def _bad_calls() -> Iterator[BadCall]:
     yield BadCall("positions", call(positions=torch.arange(2)), ValueError, r"\(3,\) or \(2, 3\); got \(2,\)")
     yield BadCall("outside", call(positions=torch.arange(3) + 3), ValueError, "from 0 to 4; got 3 to 5")
     yield BadCall("negative", call(positions=torch.arange(3) - 1), ValueError, "from 0 to 4; got -1 to 1")
-    wide = torch.ones(1, 1, 1, 1025)
-    yield BadCall("wide heads", call(q=wide, k=wide), ValueError, "1024 columns, got 1025; norm them by rms_norm, then")
+    wide = dict.fromkeys("qk", torch.ones(1, 1, 1, 1025))
+    yield BadCall("wide heads", call(**wide), ValueError, "1024 columns, got 1025; norm them by rms_norm, then")
+    yield BadCall("offset", call(offset=None), TypeError, "offset must be a number, got NoneType")
     yield BadCall("eps", call(eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
     yield BadCall("device", call(q_weight=w.to("meta")), ValueError, "q_weight is on meta but q is on cpu")
 
