@@ -139,8 +139,8 @@ def _() -> None:
 
     wrapped = fully_shard(norm(), mesh=mesh())
     for model, name in (
-        (DistributedDataParallel(norm()), "the model is wrapped in DistributedDataParallel"),
-        (wrapped, "the model is wrapped in FSDPSequential"), (nn.Sequential(wrapped), "0 is wrapped in FSDPSequential"),
+        (DistributedDataParallel(norm()), "model is wrapped in DistributedDataParallel"),
+        (wrapped, "model is wrapped in FSDPSequential"), (nn.Sequential(wrapped), "0 is wrapped in FSDPSequential"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"swap: {name}; swap first, then wrap"):
             onepass.swap(model)

@@ -338,7 +338,7 @@ def test_a_parameter_put_in_later_stays() -> None:
 
 
 def test_compiled_before_and_after() -> None:
-    """torch.compile sees the new class and compiles again."""
+    """torch.compile sees the new class and compiles again; torch.fx traces it."""
     model, x = shuffle(Tiny()), torch.randn(2, 16)
     want = model(x)
     program = torch.compile(model, backend="eager", fullgraph=True)
@@ -348,5 +348,6 @@ def test_compiled_before_and_after() -> None:
         model.c.register_forward_hook(lambda m, args, y: seen.append(type(m)))
         torch.testing.assert_close(program(x), want)
         torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), want)
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), want)
         assert set(seen) == {onepass.nn.RMSNorm}
     torch.testing.assert_close(program(x), want)

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.ops.norm.op import layer_norm, rms_norm
 
+torch.fx.wrap("layer_norm")  # torch.fx takes the call whole, as it does torch's norms: a swapped model is traced
+torch.fx.wrap("rms_norm")
 
-def _check_shape(name: str, shape: Any) -> None:
-    """Raise unless shape is an int or a sequence of ints, none of them negative."""
+
+def _check(name: str, shape: Any, eps: Any) -> None:
+    """Raise unless shape is an int or a sequence of ints, and neither they nor eps are negative."""
     sizes = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
     if not sizes or not all(isinstance(n, (numbers.Integral, torch.SymInt)) for n in sizes):
         raise TypeError(f"{name}: normalized_shape must be an int or a sequence of ints, got {shape!r}")
     if any(n < 0 for n in sizes):
         raise ValueError(f"{name}: normalized_shape must be ≥ 0, got {shape!r}")
+    check.not_negative(name, "eps", eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -57,8 +61,7 @@ class LayerNorm(nn.LayerNorm):
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, stable: bool = False,
     ) -> None:  # fmt: skip
-        _check_shape(type(self).__name__, normalized_shape)
-        check.not_negative(type(self).__name__, "eps", eps)
+        _check(type(self).__name__, normalized_shape, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.stable = stable
 
@@ -121,8 +124,7 @@ class RMSNorm(nn.RMSNorm):
             raise ValueError(f"RMSNorm: rounding must be 'once' or 'twice', got {rounding!r}")
         if rounding == "twice" and offset:
             raise ValueError("RMSNorm: rounding='twice' takes no offset")
-        _check_shape(type(self).__name__, normalized_shape)
-        check.not_negative(type(self).__name__, "eps", 0.0 if eps is None else eps)
+        _check(type(self).__name__, normalized_shape, 0.0 if eps is None else eps)
         # set first: torch's constructor calls reset_parameters
         self.offset = check.number(type(self).__name__, "offset", offset)
         self.rounding = rounding

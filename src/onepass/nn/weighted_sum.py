@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
-from .count import check_size
+from .count import check_int, check_size
 
 
 class WeightedSum(nn.Module):
@@ -50,9 +50,7 @@ class WeightedSum(nn.Module):
         super().__init__()
         check_size("WeightedSum", "dim", dim)
         if num_vectors is not None:
-            check_size("WeightedSum", "num_vectors", num_vectors)
-            if num_vectors > MAX_VECTORS:
-                raise ValueError(f"WeightedSum: num_vectors must be None or 1 to {MAX_VECTORS}, got {num_vectors}")
+            check_int("WeightedSum", "num_vectors", num_vectors, 1, MAX_VECTORS)
         self.dim, self.num_vectors, self.out_dtype = dim, num_vectors, out_dtype
         shape = (dim,) if num_vectors is None else (num_vectors, dim)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -25,6 +25,7 @@ class MixedRMSNorm(RMSNorm):
         if x.dtype == own or residual is not None:
             return super().forward(x, residual)  # type: ignore[arg-type]
         eps, dtype = self.eps_for(x), torch.promote_types(x.dtype, own)
+        x = x.double() if dtype == torch.float64 else x  # which has no other result in float64
         if self.narrow and own.itemsize == 2:
             return self.weight * rms_norm(x, eps=eps, out_dtype=own)
         rounding = "once" if self.narrow else self.rounding

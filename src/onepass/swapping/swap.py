@@ -114,8 +114,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
     wrappers = (DistributedDataParallel, *(getattr(fsdp, name) for name in names if hasattr(fsdp, name)))
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
-            where = name or "the model"
-            raise ValueError(f"swap: {where} is wrapped in {type(module).__name__}; swap first, then wrap")
+            raise ValueError(f"swap: {name or 'model'} is wrapped in {type(module).__name__}; swap first, then wrap")
 
 
 def _globs(argument: str, given: str | Iterable[str], norms: list[tuple[str, ...]]) -> list[str]:
