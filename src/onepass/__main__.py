@@ -83,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(top: Parser, argv: Sequence[str] | None) -> int:
     """Parse the arguments and call their `run`; return its exit code (2 for a user's mistake, 130 when interrupted)."""
-    if sys.stdout is None:
-        # a process without standard output, such as a daemon
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    elif isinstance(sys.stdout, io.TextIOWrapper):
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            # a process without standard output, such as a daemon
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
         # escape characters such as × or µ if the output's encoding lacks them, instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
     args = top.parse_args(argv)

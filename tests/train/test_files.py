@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import onepass
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 from train.tiny import power_cut
@@ -63,9 +65,7 @@ while True:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        content = path.read_bytes()
-        assert len(content) == 300_000
-        assert len(set(content)) == 1
+        assert path.read_bytes() in (b"a" * 300_000, b"b" * 300_000)
     left = {entry.name for entry in path.parent.iterdir()} - {"page"}
     assert all(files.partial_of(name) == "page" for name in left)
 
@@ -86,14 +86,11 @@ def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path
 @pytest.mark.parametrize("name", ["link", "nowhere", "pipe", "folder"])
 def test_what_is_no_regular_file_is_neither_extended_nor_cut(victim: Path, name: str):
     path = victim.parent / "run" / name
-    if name == "link":
-        path.symlink_to(victim)
-    elif name == "nowhere":
-        path.symlink_to(victim.parent / "absent")
-    elif name == "pipe":
-        os.mkfifo(path)
+    target = {"link": victim, "nowhere": victim.parent / "absent"}
+    if name in target:
+        path.symlink_to(target[name])
     else:
-        path.mkdir()
+        os.mkfifo(path) if name == "pipe" else path.mkdir()
     for change in (lambda: files.extend(path, b"more", 0), lambda: files.cut(path, 0)):
         with pytest.raises(UserError, match=f"can't write .*{name}"):
             change()
@@ -112,10 +109,6 @@ def test_a_file_that_something_else_wrote_to_is_not_extended(victim: Path):
 
 def test_there_is_one_writer():
     """Whatever the package leaves on a disk goes through `files.write`; streams (a run's metrics) through `extend`."""
-    import ast
-
-    import onepass
-
     root = Path(onepass.__file__).parent
     others: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -123,9 +116,7 @@ def test_there_is_one_writer():
             if not isinstance(call, ast.Call) or path.name == "files.py":
                 continue
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            modes = (
-                [value.value for value in ast.walk(call) if isinstance(value, ast.Constant)] if name == "open" else []
-            )
+            modes = [v.value for v in ast.walk(call) if isinstance(v, ast.Constant)] if name == "open" else []
             opens = any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
             method = isinstance(call.func, ast.Attribute) and name in {"write_text", "write_bytes"}
             if opens or method or name in {"mkstemp", "NamedTemporaryFile"}:

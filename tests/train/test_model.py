@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from onepass.__main__ import main
 from onepass.train import data
 from onepass.train.checkpoint import of_run
 from onepass.train.loop import learning_rate
@@ -66,8 +69,7 @@ def test_each_byte_is_asked_for_and_the_one_before_it_shown():
 
 def test_no_guess_depends_on_a_later_byte():
     model = new(config(task="causal", seq=48, window=8)).eval()
-    tokens = torch.randint(256, (1, 48))
-    asked = torch.arange(48)[None]
+    tokens, asked = torch.randint(256, (1, 48)), torch.arange(48)[None]
     with torch.no_grad():
         logits = model(tokens, asked)[0]
         assert logits.shape == (1, 48, 256)
@@ -129,6 +131,8 @@ def test_what_a_terminal_would_obey_is_escaped(causal: Path, monkeypatch: pytest
     text = "é\x1b[2J\n\t\xff".encode() + b"\xe9"
     monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a: iter([torch.tensor([list(text)])]))
     assert printed("generate", causal, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
+    with mock.patch.multiple(sys, stdout=None, stderr=None):  # as a daemon's
+        assert main(["generate", str(causal), "--prompt", "é"]) == 0
     for error, code in ((KeyboardInterrupt(), 130), (ValueError("NaN"), 2)):
         monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a, why=error: (_ for _ in ()).throw(why))
         assert command("generate", causal, "--prompt", "é", "--length", 1)[:2] == (code, "é\n")

@@ -8,12 +8,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from onepass.train.progress import say
-from train.tiny import TINY, contents, refused
+from train.tiny import TINY, at_step, contents, refused
 
 SAID = {
     "train nowhere.txt": "can't read nowhere.txt: no such file or directory",
@@ -133,12 +134,17 @@ def test_what_may_not_be_read(monkeypatch: pytest.MonkeyPatch):
         assert re.search("can't use run.*: permission denied", refused(*command))
 
 
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch):
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_full_disk():
+    with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+        assert "can't write run/data.json: no space left on device" in refused("train", "text", *TINY, "--out", "run")
 
-    monkeypatch.setattr(os, "fsync", full)
-    assert "can't write run/data.json: no space left on device" in refused("train", "text", *TINY, "--out", "run")
+
+def test_too_little_memory():
+    """Of a GPU, for NumPy, for torch on a CPU."""
+    for error in (torch.OutOfMemoryError(), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with at_step(2, mock.Mock(side_effect=error)):
+            said = refused("train", "text", *TINY, "--out", "run", "--force")
+        assert "the device has too little memory for 4 × 32 bytes a step; lower --batch or --seq" in said
 
 
 def test_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch):

@@ -33,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
     with parallel.joined() as world:
         world.fsdp = args.fsdp
         try:
-            if not world.first:
-                return world.leave(follow(args, world))
-            return world.leave(lead(args, world))
+            return world.leave((lead if world.first else follow)(args, world))
         except loop.InterruptedRunError as stop:
             say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
             say(f"go on with: onepass train --resume --out {shlex.quote(str(stop.path))}")
@@ -123,8 +121,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
     Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
     """
     config = run_.config()
-    free = ("steps", "threads")
-    given = {name: getattr(args, name) for name in SETTINGS if name not in free}
+    given = {name: getattr(args, name) for name in SETTINGS if name not in ("steps", "threads")}
     if args.device == "auto":
         given["device"] = None
     if difference := configs.difference(config, given):
@@ -163,7 +160,10 @@ def train(
         introduce(training)
         training.go(Progress(config.steps, training.step))
         conclude(training)
-    except torch.OutOfMemoryError:
+    except (MemoryError, RuntimeError) as error:
+        # a CPU's allocator has no error of its own
+        if "CPUAllocator" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
         raise UserError(
             f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
         ) from None
