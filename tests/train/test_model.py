@@ -107,8 +107,7 @@ def test_experts_are_balanced_once_a_step_and_counted(finished: Path) -> None:
 
 
 def test_temperature_0_is_the_argmax_of_the_full_forward(causal: Path) -> None:
-    model = of_run(causal)[1].double()
-    tokens = list(b"rou")
+    model, tokens = of_run(causal)[1].double(), list(b"rou")
     for token in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
         with torch.no_grad():
             assert int(token) == int(model(torch.tensor([tokens]))[0][0, -1].argmax())
