@@ -34,7 +34,7 @@ def test_whose_gradients_are_clipped() -> None:
         ([*a, *b], 1.0, None, ValueError, r"2 onepass\.optim\.Lion have these parameters"),
         ([torch.ones(2, requires_grad=True)], 1.0, None, ValueError, r"no onepass\.optim\.Lion has these"),
         ([*a, *b], 1.0, first, ValueError, "not the optimizer's"),
-        (b[:1], 1.0, None, ValueError, "more parameters with gradients than were given"),
+        (b[:1], 1.0, None, ValueError, "more parameters with gradients than given"),
         (a, 1.0, sgd, TypeError, r"optimizer must be an onepass\.optim\.Lion, got SGD"),
         (a, -1.0, None, ValueError, "max_norm must be ≥ 0, got -1"),
         (a, "1", None, TypeError, "max_norm must be a number ≥ 0, got str"),

@@ -222,7 +222,7 @@ def _() -> None:
     check_equal(a, b)
 
 
-@many("full state dict", {"state": ["int8", "int8 remainder"]})
+@many("full state dict", {"state": ["int8", "int8 remainder", "wide momentum"]})
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))

@@ -110,13 +110,9 @@ def _check_complete(optimizer: Lion, params: list[Tensor]) -> None:
         return
     own, given = set(map(id, everything)), set(map(id, params))
     if any(id(p) not in own and p.grad is not None for p in params):
-        raise ValueError(
-            "clip_grad_norm: some of the parameters with gradients are not the optimizer's; its step can't clip them"
-        )
+        raise ValueError("clip_grad_norm: parameters with gradients are not the optimizer's; its step can't clip them")
     if any(id(p) not in given and p.grad is not None for p in everything):
-        raise ValueError(
-            "clip_grad_norm: the optimizer has more parameters with gradients than were given; give all of them"
-        )
+        raise ValueError("clip_grad_norm: the optimizer has more parameters with gradients than given; give them all")
 
 
 def _norm(

@@ -150,6 +150,8 @@ class Lion(Optimizer):
         """Return the state as torch's optimizers do; remainders of DTensors are int32, which collectives can send."""
         found: dict[str, Any] = super().state_dict()
         found["state"] = {key: gatherable(state) for key, state in found["state"].items()}
+        for group in found["param_groups"]:  # torch.distributed.checkpoint gathers strings, but no dtype
+            group["state_dtype"] = group["state_dtype"] and str(group["state_dtype"])
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

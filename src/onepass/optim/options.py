@@ -105,8 +105,7 @@ def has_remainder(p: Tensor, group: dict[str, Any]) -> bool:
         check_options(group)  # set since the constructor
     if group["low_precision"] == "remainder" and p.dtype == torch.float16:
         raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use bfloat16 or float32")
-    declined = group["low_precision"] == "none" or group["differentiable"]
-    return p.dtype == torch.bfloat16 and not declined
+    return p.dtype == torch.bfloat16 and group["low_precision"] != "none" and not group["differentiable"]
 
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:

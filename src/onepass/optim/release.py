@@ -51,8 +51,7 @@ class ReleasedGradients:
         This includes gradients that the hooks did not collect: from inside `accumulate`, and of parameters that were
         not trained at first.
         """
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        self._waiting, self._waiting_bytes = {}, 0
         for p in chain.from_iterable(group["params"] for group in self._optimizer.param_groups):
             p.grad = None
 
@@ -94,8 +93,7 @@ class ReleasedGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        self._waiting, self._waiting_bytes = {}, 0
         self._optimizer.releasing = False
 
     def __enter__(self) -> ReleasedGradients:

@@ -139,6 +139,9 @@ def rename_options(group: dict[str, Any]) -> None:
     if group.get("low_precision") in ("kahan", "stochastic"):
         group["low_precision"] = "auto"
     group.pop("seed", None)
+    for dtype in (torch.float32, torch.bfloat16):  # of a state dict
+        if group.get("state_dtype") == str(dtype):
+            group["state_dtype"] = dtype
     if "betas" not in group and "beta1" in group and "beta2" in group:
         group["betas"] = (group.pop("beta1"), group.pop("beta2"))
     if "caution" in group:

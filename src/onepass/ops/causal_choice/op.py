@@ -159,7 +159,7 @@ def causal_choice(
     Returns:
         ``CausalChoice(indices, gates)``, each ``(batch, places)``: columns in ascending order, int64, then −1; gates
         in the dtype of scores, then 0. There are min(k, n) places, and for a share as many as the last block can fill:
-        ⌈r·(n rounded up to whole blocks)⌉, at most n. NaN counts as +inf in a threshold, and is never chosen.
+        ⌈r·(n rounded up to whole blocks)⌉, at most n. NaN ranks as +inf, is never chosen; |P_b| omits NaN and -inf.
 
     Raises:
         TypeError: scores is not a floating-point tensor, a size not an int, eps not a number, or mask not bool.
