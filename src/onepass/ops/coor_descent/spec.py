@@ -58,9 +58,4 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
     }
 
 
-SPECS = [
-    Spec(
-        name="coor_descent", op=coor_descent, reference=definition, samples=_samples,
-        bad_calls=_BAD_CALLS, of_rows=_of_rows,
-    ),
-]  # fmt: skip
+SPECS = [Spec("coor_descent", coor_descent, definition, _samples, _BAD_CALLS, of_rows=_of_rows)]

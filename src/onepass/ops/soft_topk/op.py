@@ -30,18 +30,9 @@ _call, forward, backward, forward_op, backward_op = declare(
 
 
 def backward_chosen(
-    g: Tensor,
-    indices: Tensor,
-    scores: Tensor,
-    state: Tensor,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_eps: bool,
-    into: Tensor | None = None,
-) -> tuple[Any, ...]:
+    g: Tensor, indices: Tensor, scores: Tensor, state: Tensor, eps: Tensor | None, mask: Tensor | None,
+    eps_value: float, kind: int, need_scores: bool, need_eps: bool, into: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """As `backward`, of scores and eps, where only the gates at `indices` (..., k) have a gradient, g (..., k).
 
     Indices are distinct within a row, or -1: those have none.

@@ -60,9 +60,4 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
     }
 
 
-SPECS = [
-    Spec(
-        name="soft_topk", op=soft_topk, reference=definition, samples=_samples, bad_calls=_BAD_CALLS,
-        of_rows=_of_rows,
-    ),
-]  # fmt: skip
+SPECS = [Spec("soft_topk", soft_topk, definition, _samples, _BAD_CALLS, of_rows=_of_rows)]

@@ -15,26 +15,18 @@ from onepass.ops.soft_topk.definition import definition as soft_topk
 
 
 def topk(
-    scores: Tensor,
-    k: int,
-    *,
-    eps: Tensor | float = 0.3,
-    mask: Tensor | None = None,
-    kind: str = "capped_exp",
+    scores: Tensor, k: int, *, eps: Tensor | float = 0.3, mask: Tensor | None = None, kind: str = "capped_exp",
     pad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
-    valid = arguments.valid_entries(scores, mask)
-    order = torch.where(valid, scores, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    more = (0, max(0, k - scores.shape[-1]))
+    valid = functional.pad(arguments.valid_entries(scores, mask), more)
+    s = functional.pad(scores, more).masked_fill(~valid, -math.inf)
+    order = s.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     present = valid.gather(-1, order)
-    soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind).gather(-1, order) if k else scores[..., :0]
-    values = torch.where(present, scores.gather(-1, order), -math.inf)
+    soft = soft_topk(s, k, eps=eps, mask=valid, kind=kind).gather(-1, order) if k else s[..., :0]
     gates = torch.where(present, soft - soft.detach() + 1, 0.0)
-    more = (0, k - order.shape[-1])
-    indices = torch.where(present, order, -1)
-    padded = zip((values, indices, gates), (-math.inf, -1, 0.0), strict=True)
-    values, indices, gates = (functional.pad(found, more, value=value) for found, value in padded)
-    return values, indices, gates
+    return s.gather(-1, order), torch.where(present, order, -1), gates
 
 
 def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor | None) -> None:
@@ -102,15 +94,9 @@ SPARE = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 29}
 
 
 def select(
-    scores: Tensor,
-    mask: Tensor | None,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    k: int,
-    largest: bool,
-    is_sorted: bool,
-    index_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
+    is_sorted: bool, index_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return values and indices of the k largest valid scores, padded; k ≤ n, or n = 0."""
     n, shape, missing = scores.shape[-1], (*scores.shape[:-1], k), -math.inf if largest else math.inf
     if not k or not scores.numel():
@@ -124,7 +110,8 @@ def select(
     lost = values == missing
     if not is_sorted:
         # what is missing stays last
-        values, indices = _by_column(values, indices.masked_fill(lost, n), n)
+        indices = _by_column(indices.masked_fill(lost, n), n)
+        values = rows.gather(-1, indices.clamp(max=n - 1)).masked_fill_(lost, missing)
     indices = indices.masked_fill(lost, -1)
     # not views, which autograd forbids to change in place
     shaped = torch.ops.aten._unsafe_view
@@ -141,25 +128,38 @@ def candidates(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor | No
     whole = n // BLOCK
     if whole < WORTH * k or n < LEAST_COLUMNS or rows.numel() < LEAST:
         return rows, None
-    blocks, parts = rows.unfold(-1, BLOCK, BLOCK), _parts(rows)
-    # maxima of 16 bits take torch several times as long as of fp32; new memory for each part would cost as much again
-    room = None if rows.element_size() > 2 else torch.empty_like(blocks[parts[0]], dtype=torch.float32)
-    wide = (blocks[at] if room is None else room[: len(blocks[at])].copy_(blocks[at]) for at in parts)
-    tops = torch.cat([part.amax(-1) if largest else part.amin(-1) for part in wide])
-    chosen = _best(tops, k, largest).sort(dim=-1).values
+    blocks = rows.unfold(-1, BLOCK, BLOCK)
+    chosen = _best(_tops(rows, largest), k, True).sort(dim=-1).values
     found = blocks[torch.arange(len(rows), device=rows.device)[:, None], chosen].flatten(1)
     return torch.cat((found, rows[:, whole * BLOCK :]), -1), functional.pad(chosen, (0, 1), value=whole)
 
 
-def _parts(rows: Tensor) -> list[slice]:
-    """Return which rows are done at a time; on a GPU all of them, as each part would cost launches."""
-    height = len(rows) if rows.is_cuda else AT_ONCE * torch.get_num_threads() // rows.shape[-1]
-    return [slice(at, at + max(1, height)) for at in range(0, max(1, len(rows)), max(1, height))]
+def _tops(rows: Tensor, largest: bool) -> Tensor:
+    """Return the best of each whole block, the least as negative numbers; of 16 bits in fp32."""
+    parts = [part.unfold(-1, BLOCK, BLOCK) for part in _parts(rows)]
+    # maxima of 16 bits take torch several times as long as of fp32; new memory for each part would cost as much again
+    room = None if rows.element_size() > 2 else torch.empty_like(parts[0], dtype=torch.float32)
+    wide = (part if room is None else room[: len(part)].copy_(part) for part in parts)
+    return torch.cat([part.amax(-1) if largest else -part.amin(-1) for part in wide])
 
 
-def _best(rows: Tensor, k: int, largest: bool) -> Tensor:
+def _parts(rows: Tensor, share: int = 1) -> tuple[Tensor, ...]:
+    """Return rows that are done at a time; on a GPU all of them, as each part would cost launches."""
+    height = len(rows) if rows.is_cuda else AT_ONCE // share * torch.get_num_threads() // rows.shape[-1]
+    return rows.split(max(1, height))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _best(rows: Tensor, k: int, largest: bool, level: bool = True) -> Tensor:
     """Return the columns of the k best scores, best first and the first of equals first."""
     n, on_cpu = rows.shape[-1], rows.device.type == "cpu"
+    if level and on_cpu and rows.numel() >= LEAST and n >= 2 * BLOCK:
+        # of some rows first, which tell whether it is worth it, and how far to look
+        found, columns = _of_level(rows[::64], k, largest, 16 * k + 64)
+        if 2 * int(found.sum()) > len(found):
+            found, columns = _of_level(rows, k, largest, int(columns[found, -1].max()) * 3 // 2 + 16)
+            if not found.all():
+                columns[~found] = _best(rows[~found], k, largest, False)
+            return columns
     if on_cpu and rows.element_size() < 8 and n < 1 << SPARE[torch.float32]:
         return _by_number(rows, k, largest)
     if not on_cpu or k == n:
@@ -167,9 +167,36 @@ def _best(rows: Tensor, k: int, largest: bool) -> Tensor:
     # one more shows whether the k-th has equals
     values, indices = rows.topk(k + 1, largest=largest)
     again = (values[:, 1:] == values[:, :-1]).any(-1) | rows.isnan().any(-1)
-    if again.any():
-        indices[again, :k] = _by_sort(rows[again], k, largest)
+    indices[again, :k] = _by_sort(rows[again], k, largest)
     return indices[:, :k].contiguous()
+
+
+def _of_level(rows: Tensor, k: int, largest: bool, width: int) -> tuple[Tensor, Tensor]:
+    """Return which rows have a k-th score that `width` columns hold as often as k takes it, and `_best` of these."""
+    tops, sign, width = _tops(rows, largest), 1 if largest else -1, min(width, rows.shape[-1])
+    kth = tops.amin(-1, keepdim=True)
+    # where it is, fewer than k blocks reach beyond it; worth a look where a quarter of them do not
+    beyond, n_blocks = tops != kth, tops.shape[-1]
+    level = beyond.sum(-1) < min(k, n_blocks - max(1, n_blocks // 4))
+    if 2 * int(level.sum()) <= len(rows):
+        return level & False, rows.new_empty((len(rows), k), dtype=torch.int64)
+    # the first k equals; behind them stand k more, for rows of fewer
+    equal = functional.pad(rows[:, :width] == (sign * kth).to(rows.dtype), (0, k), value=True)
+    equal &= equal.cumsum(-1, dtype=torch.int16 if width + k < 1 << 15 else torch.int32) <= k
+    columns = equal.view(-1).nonzero().view(-1, k) % (width + k)
+    row, block = (beyond & level[:, None]).nonzero().unbind(-1)
+    one, column = (sign * rows.unfold(-1, BLOCK, BLOCK)[row, block] > kth[row]).nonzero().unbind(-1)
+    row, column = row[one], block[one] * BLOCK + column
+    above, tail = row.bincount(minlength=len(rows)), sign * rows[:, n_blocks * BLOCK :]
+    level &= (above < k) & (above + (columns < width).sum(-1) >= k) & (tail <= kth).all(-1)
+    if len(row):
+        # what is above, by score and then by row, pushes the equals back
+        row, column, above = row[level[row]], column[level[row]], above.where(level, 0)
+        order = (sign * rows[row, column]).sort(descending=True, stable=True).indices
+        row, at = row[order].sort(stable=True)
+        columns = columns.gather(-1, (torch.arange(k, device=rows.device) - above[:, None]).clamp(min=0))
+        columns[row, torch.arange(len(row), device=rows.device) - (above.cumsum(0) - above)[row]] = column[order[at]]
+    return level, columns
 
 
 def _by_sort(rows: Tensor, k: int, largest: bool) -> Tensor:
@@ -189,37 +216,38 @@ def _by_number(rows: Tensor, k: int, largest: bool) -> Tensor:
     ahead = k if OF_HEAP * k <= n else 0
     from_end = torch.arange(n, 0, -1, dtype=bits, device=rows.device)
     # new memory for each part would cost as much as a pass over it
-    room = rows.new_empty((len(rows[parts[0]]), ahead + n), dtype=wide)
-    for at in parts:
-        keys, positive = room[: len(rows[at])], False
-        scores = keys[:, ahead:].copy_(rows[at] if largest else -rows[at])
-        if not math.isfinite(rows[at].sum().item()):
+    room = rows.new_empty((len(parts[0]), ahead + n), dtype=wide)
+    for part in parts:
+        keys, low = room[: len(part)], -math.inf
+        scores = keys[:, ahead:].copy_(part if largest else -part)
+        if not math.isfinite(part.sum().item()):
             # one NaN for all, above infinity
             scores.masked_fill_(scores.isnan(), math.nan)
         if ahead:
             # k groups have a score each that reaches the least of their best; NaN tells nothing
             least = scores[:, : n // k * k].view(len(keys), k, n // k).amax(-1).amin(-1, keepdim=True)
             keys[:, :ahead] = least.nan_to_num_(-math.inf, math.inf, -math.inf)
-            positive = bool((least > 0).all())
+            low = float(least.amin())
         number = keys.view(bits)
-        if not positive:
-            # adding 0 makes +0 of −0; bits of negative scores are in the order of magnitudes
+        if low <= 0:
+            # makes +0 of −0
             keys.add_(0.0)
-            number ^= (number >> torch.iinfo(bits).bits - 1).bitwise_and_(torch.iinfo(bits).max >> spare << spare)
+        if low < 0:
+            # bits of negative scores are in the order of magnitudes; of some at a time for the sake of memory
+            for some in _parts(number, 8):
+                some ^= (some >> torch.iinfo(bits).bits - 1).bitwise_and_(torch.iinfo(bits).max >> spare << spare)
         number[:, ahead:].bitwise_or_(from_end)
         found.append(number.topk(k).indices)
     return torch.cat(found).sub_(ahead)
 
 
-def _by_column(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return both in order of the indices, which are 0 to n."""
+def _by_column(indices: Tensor, n: int) -> Tensor:
+    """Return the indices of each row, 0 to n, in their order."""
     if indices.device.type != "cpu" or indices.numel() < 1 << 15 or indices.shape[-1] < 16:
-        indices, order = indices.sort(-1)
-        return values.gather(-1, order), indices
+        return indices.sort(-1).values
     # one row: torch sorts long ones by radix
     first = torch.arange(0, len(indices) * (n + 1), n + 1, device=indices.device)[:, None]
-    flat, order = (indices + first).view(-1).sort()
-    return values.view(-1).index_select(0, order).view(values.shape), flat.view(values.shape) - first
+    return (indices + first).view(-1).sort().values.view_as(indices) - first
 
 
 def hard_gates(values: Tensor, indices: Tensor) -> Tensor:

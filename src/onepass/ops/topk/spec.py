@@ -33,9 +33,7 @@ _S = torch.zeros(2, 3)
 _BAD_CALLS = (
     *arguments_refused("topk", lambda s, k, mask: topk(s, k, mask=mask)),
     BadCall("k real", lambda: topk(_S, 1.5), TypeError, "topk: k must be an int, got float"),  # type: ignore[arg-type]
-    BadCall(
-        "k above n", lambda: topk(_S, 4), ValueError, "topk: k must be at most the row's length 3, got 4; pad=True"
-    ),
+    BadCall("k above n", lambda: topk(_S, 4), ValueError, "k must be at most the row's length 3, got 4; pad=True"),
     BadCall("dim", lambda: topk(_S, 1, dim=2), ValueError, "topk: dim must be an int from -2 to 1, got 2"),
     BadCall("0-d", lambda: topk(_S[0, 0], 0), ValueError, "topk: k must be 1 of a 0-d tensor, got 0"),
     BadCall("eps", lambda: topk(_S, 1, eps=0.0), ValueError, "topk: eps must be > 0, got 0.0"),
@@ -47,9 +45,4 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
     return {"topk": lambda x: topk(x, max(1, n // 7), eps=0.3)}
 
 
-SPECS = [
-    Spec(
-        name="topk", op=topk, reference=definition.topk, samples=_samples, bad_calls=_BAD_CALLS,
-        of_rows=_of_rows,
-    ),
-]  # fmt: skip
+SPECS = [Spec("topk", topk, definition.topk, _samples, _BAD_CALLS, of_rows=_of_rows)]
