@@ -218,14 +218,14 @@ def choices() -> Iterable[str]:
 
 
 def other_experts() -> Iterable[str]:
-    """Where SonicMoE does not run; torchtitan's layer."""
+    """Where SonicMoE does not run; torchtitan's layer, transformers' blocks."""
     found = by_case(r for r in records("h200/experts.json")[1:] if r["case"]["act"] == "swiglu")
     ratios = [us["torch, torch.compile, CUDA graph"]["us"] / us["onepass, CUDA graph"]["us"] for us in found]
     yield f"compiled torch takes {min(ratios):.2f} to {max(ratios):.2f} times our time with SwiGLU in a graph"
     yield f"`fused_moe` {found[-1]['liger']['us'] / found[-1]['onepass']['us']:.2f} times in the last row, eager"
-    eager, compiled = (recipes()[f"torchtitan experts, {mode}"] for mode in ("eager", "compiled"))
-    yield "{:.1f} ms eager, with ours {:.1f}".format(*eager)
-    yield "compiled {:.1f} and {:.1f}".format(*compiled)
+    for of in ("torchtitan", "transformers"):
+        eager, compiled = (recipes()[f"{of} experts, {mode}"] for mode in ("eager", "compiled"))
+        yield "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*eager, *compiled)
 
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {

@@ -113,6 +113,27 @@ def test_loads(device: str, load: str) -> None:
     assert load != "none" or not any(t.any() for t in found[:2]), "y and dx"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_lie_as_their_weights(device: str, gated: bool, dtype: torch.dtype) -> None:
+    """transformers and torchtitan keep each matrix turned: autograd would copy a gradient that lies otherwise."""
+    x, weights, *kept = (t.detach().to(dtype).requires_grad_() for t in _tensors(50, 16, 24, 5, 2, device))
+    kept += [torch.randn_like(kept[0]).requires_grad_()] if gated else []
+    turned = [w.detach().mT.contiguous().requires_grad_() for w in kept]
+    indices = torch.rand(50, 5, device=device).topk(2).indices
+
+    def call(up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
+        return onepass.experts(x, indices, weights, up, down, gate=gate, activation="swiglu" if gated else "gelu")
+
+    views = [w.mT for w in turned]
+    for run in (call, torch.compile(call, backend="aot_eager")):
+        found = torch.autograd.grad(run(*views).square().sum(), views)
+        assert [g.stride() for g in found] == [v.stride() for v in views]
+        for a, b in zip(found, torch.autograd.grad(call(*kept).square().sum(), kept), strict=True):
+            torch.testing.assert_close(
+                a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5 if dtype == torch.float32 else 1e-3
+            )
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> None:
     """As in decoding: kernels of their own on a GPU, the same function."""

@@ -105,6 +105,16 @@ def _without_gradients(
     return _forward(x, indices, weights, up, down, gate, activation)[0]
 
 
+def _turned(w: Tensor) -> bool:
+    """Return whether each expert's matrix lies in memory column by column, as transformers and torchtitan keep it."""
+    return w.ndim == 3 and w.stride(1) == 1 != w.stride(2)
+
+
+def _weight_gradient(way: Any, a: Tensor, b: Tensor, ends: Tensor, w: Tensor) -> Tensor:
+    """Return aᵀ·b over each expert's rows, laid out as the weight w: autograd would copy another layout."""
+    return way.weight_product(b, a, ends).mT if _turned(w) else way.weight_product(a, b, ends)  # type: ignore[no-any-return]
+
+
 def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor,
     linear: Tensor | None, places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_weights: bool, need_up: bool,
@@ -127,7 +137,7 @@ def _backward(
     if a is None:
         a, d_linear = h, linear
     del h, linear
-    d_down = way.weight_product(a, dys, ends) if need_down else None
+    d_down = _weight_gradient(way, a, dys, ends, down) if need_down else None
     del a, dys
     d_u = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
@@ -138,8 +148,8 @@ def _backward(
         del more
     if need_up or need_gate:
         xs = way.spread(x, places)
-        d_up = way.weight_product(xs, d_u, ends) if need_up else None
-        d_gate = way.weight_product(xs, dh, ends) if need_gate else None
+        d_up = _weight_gradient(way, xs, d_u, ends, up) if need_up else None
+        d_gate = _weight_gradient(way, xs, dh, ends, gate) if need_gate and gate is not None else None
     return dx, d_weights if need_weights else None, d_up, d_down, d_gate
 
 
@@ -151,6 +161,14 @@ def _ways(x: Any, *rest: Any) -> list[Way]:
 def _fake(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Any, activation: str) -> Any:
     h = x.new_empty(indices.numel(), up.shape[2])
     return x.new_empty(x.shape), h, None if gate is None else torch.empty_like(h), *order_op(indices, up.shape[0])
+
+
+def _fake_backward(dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Any, *rest: Any) -> Any:
+    given = zip((x, weights, up, down, gate), rest[-5:], strict=True)
+    like = (t if need else None for t, need in given)
+    return tuple(
+        None if t is None else t.new_empty(t.mT.shape).mT if _turned(t) else t.new_empty(t.shape) for t in like
+    )
 
 
 def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
@@ -170,7 +188,8 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Ten
 
 
 _call, forward_op, backward_op = operator(
-    "experts", _forward, _backward, ("y", "h", "linear", "places", "rows", "ends"), fake=_fake, ways=_ways,
+    "experts", _forward, _backward, ("y", "h", "linear", "places", "rows", "ends"), fake=_fake,
+    fake_back=_fake_backward, ways=_ways,
     check=_check, gradients=_gradients, inference=_without_gradients,
 )  # fmt: skip
 
