@@ -365,10 +365,9 @@ def unit(x):
 @triton.jit
 def measure_clipped(s, base, c, eps, BLOCK_R: tl.constexpr):
     """Return Σ gates and Σ slopes of clamp, without the slopes of entries within FIRM of an edge."""
-    x = (s - base) * (1.0 / eps) - c
-    # the slope is 1 above 0 minus 1 above 1: clipping takes half the time of comparing and selecting
-    w = unit(x * HUGE - FIRM * HUGE) - unit(x * HUGE - (1.0 - FIRM) * HUGE)
-    return pair_sum(unit(x), w, BLOCK_R)
+    y = unit((s - base) * (1.0 / eps) - c)
+    # the slope is 1 where y(1 - y) exceeds FIRM: clipping takes half the time of comparing and selecting
+    return pair_sum(y, unit((y - y * y) * HUGE - FIRM * HUGE), BLOCK_R)
 
 
 @triton.jit
@@ -515,8 +514,8 @@ def solve(
         c = tl.log(u)
     if largest(1.0 - done, BLOCK_R) > 0:
         solved = done
-        if KIND != CLAMP:
-            s = load_scores(scores, rows, cols, BLOCK_R)
+        # clamp has them still, but would keep the differences of moments for first_look, too: 64 registers
+        s = load_scores(scores, rows, cols, BLOCK_R)
         n, total, squares, endless, lo, hi = first_look(s, pivot, BLOCK_R)
         n, endless, phase = team_sums(n, endless, mailbox_ptr, member, phase, TEAM, WIDTH)
         total, squares, phase = team_sums(total, squares, mailbox_ptr, member, phase, TEAM, WIDTH)
