@@ -110,7 +110,7 @@ def _selection() -> Iterator[Call]:
         (8, MANY, 64, FP32), (8, 1 << 15, 256, BF16), (32, 4096, 65536, FP32), (64, 1 << 14, 24576, BF16),
         (64, 4096, 1024, FP32), (2048, 8192, 8192, FP32), (2048, 8192, 8192, BF16), (2048, 8192, 16384, FP32),
         (64, 64, long, FP32), (2048, 64, long, FP32), (2048, 2048, long, FP32), (2048, 64, long, BF16),
-        (1 << 16, 8, long, FP32),
+        (1 << 16, 8, long, FP32), (128, 4096, 65536, FP32),
     ):  # fmt: skip
         name, s = f"topk {NAMES[t]} {k} of {n_rows}×{n}", _new(n_rows, n, dtype=t)
         yield name, partial(_both if t == FP32 and n_rows >= 64 else _without, partial(onepass.topk, s, k))

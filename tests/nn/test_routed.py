@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness import waiting_is_an_error
 from nn.layers import first, outputs, tokens, watched
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
 
@@ -196,13 +195,3 @@ def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: 
         there, chosen = alone.indices >= 0, at[:, window] >= 0
         assert torch.equal(at[:, window][chosen], alone.indices[there] + start)
         torch.testing.assert_close(gates[:, window][chosen], alone.gates[there])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("router", [Router, CausalRouter])
-def test_no_synchronisation_with_the_host(router: type[Router]) -> None:
-    layer = RoutedFeedForward(96, 1 / 16, router=router(96)).cuda()
-    x, mask = tokens(3, 300, 96).cuda(), first(300, 10, 0, 300).cuda()
-    layer(x, mask).sum().backward()
-    with waiting_is_an_error():
-        layer(x, mask).sum().backward()

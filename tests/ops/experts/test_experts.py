@@ -113,25 +113,21 @@ def test_loads(device: str, load: str) -> None:
     assert load != "none" or not any(t.any() for t in found[:2]), "y and dx"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_lie_as_their_weights(device: str, gated: bool, dtype: torch.dtype) -> None:
+def test_gradients_lie_as_their_weights(device: str, gated: bool) -> None:
     """transformers and torchtitan keep each matrix turned: autograd would copy a gradient that lies otherwise."""
-    x, weights, *kept = (t.detach().to(dtype).requires_grad_() for t in _tensors(50, 16, 24, 5, 2, device))
+    x, weights, *kept = _tensors(50, 16, 24, 5, 2, device)
     kept += [torch.randn_like(kept[0]).requires_grad_()] if gated else []
-    turned = [w.detach().mT.contiguous().requires_grad_() for w in kept]
+    turned = [w.detach().mT.contiguous().mT.requires_grad_() for w in kept]
     indices = torch.rand(50, 5, device=device).topk(2).indices
 
-    def call(up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
-        return onepass.experts(x, indices, weights, up, down, gate=gate, activation="swiglu" if gated else "gelu")
+    def gradients(up: Tensor, down: Tensor, *gate: Tensor) -> tuple[Tensor, ...]:
+        options = {"activation": "swiglu", "gate": gate[0]} if gate else {}
+        return torch.autograd.grad(onepass.experts(x, indices, weights, up, down, **options).sum(), (up, down, *gate))
 
-    views = [w.mT for w in turned]
-    for run in (call, torch.compile(call, backend="aot_eager")):
-        found = torch.autograd.grad(run(*views).square().sum(), views)
-        assert [g.stride() for g in found] == [v.stride() for v in views]
-        for a, b in zip(found, torch.autograd.grad(call(*kept).square().sum(), kept), strict=True):
-            torch.testing.assert_close(
-                a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5 if dtype == torch.float32 else 1e-3
-            )
+    expected = gradients(*kept)
+    for found in (gradients(*turned), torch.compile(gradients, backend="aot_eager")(*turned)):
+        assert [g.stride() for g in found] == [w.stride() for w in turned]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -151,16 +147,6 @@ def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_host_never_waits(dtype: torch.dtype) -> None:
-    given = [t.detach().to(dtype).requires_grad_() for t in _tensors(300, 64, 128, 8, 2, "cuda")]
-    indices = torch.rand(300, 8, device="cuda").topk(2, -1).indices
-    onepass.experts(given[0], indices, *given[1:]).sum().backward()
-    with waiting_is_an_error():
-        onepass.experts(given[0], indices, *given[1:]).sum().backward()
-
-
-@pytest.mark.gpu
 def test_an_index_out_of_range_is_clamped() -> None:
     given = _tensors(6, 8, 8, 3, 2, "cuda")
     wild = torch.tensor([[0, 9], [2, -5], [1, 2], [0, 1], [7, 0], [-1, 1]], device="cuda")
@@ -170,7 +156,7 @@ def test_an_index_out_of_range_is_clamped() -> None:
 
 @pytest.mark.gpu
 def test_peak_memory() -> None:
-    """Three tensors of the rows' size at once, besides y and gradients: no copy in fp32, none that lingers."""
+    """Three tensors of the rows' size at once, besides y and gradients: no copy in fp32, and no wait of the host."""
     tokens, dim, hidden, n_experts, k = 8192, 512, 512, 8, 2
     given = [t.detach().bfloat16().requires_grad_() for t in _tensors(tokens, dim, hidden, n_experts, k, "cuda")]
     indices = torch.rand(tokens, n_experts, device="cuda").topk(k, -1).indices
@@ -184,7 +170,8 @@ def test_peak_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run()
+    with waiting_is_an_error():
+        run()
     rows, y, matrix = tokens * k * dim * 2, tokens * dim * 2, n_experts * dim * hidden * 2
     # backward of the activation: rows of dy, their product, and the units in place of h; then a matrix's gradient too
     assert torch.cuda.max_memory_allocated() - before <= 3 * rows + y + matrix + 2**21

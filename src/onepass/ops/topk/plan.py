@@ -22,7 +22,7 @@ NARROW_PER_THREAD = 16  # elements of a thread
 # rows that are selected by maxima of groups
 WIDE = 8193  # shortest row
 WIDEST = 1 << 18  # longest row
-FEW_OF_WIDE = 64  # most k
+FEW_OF_WIDE = 128  # most k
 WIDE_CHUNK = 1 << 14  # bytes of a chunk, twice as many for rows of WIDE_LONG
 WIDE_LONG = 3 << 15  # bytes of a row
 WIDE_PER_WARP = 1 << 12  # bytes of a chunk for each warp
@@ -133,7 +133,8 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> N
         chunk, group = chunk // itemsize, VECTOR // itemsize
         warps = max(1, chunk * itemsize // WIDE_PER_WARP)
         places = max(16, next_power_of_2(k))
-        return Wide(chunk, group, 2 * places, max(WIDE_AGAIN, max(32 * warps, 2 * places) * group), 4 * places, warps)
+        again, room = max(WIDE_AGAIN, max(32 * warps, 2 * places) * group), places * (4 if places <= 64 else 2)
+        return Wide(chunk, group, 2 * places, again, room, warps)
     if n_cols <= MAX_COLS or (many and n_cols * itemsize <= MAX_BYTES_OF_MANY and k <= MAX_SORTED):
         block_c = next_power_of_2(n_cols)
         warps = max(1, block_c // PER_WARP)
