@@ -151,7 +151,8 @@ def budgets() -> dict[str, str]:
     for folder, text in (("budget", ""), ("budget_long", "long")):
         for run, record in runs.load(ROOT / "benchmarks/results/h200" / folder):
             apart = [name for name in ("task", "n", "chosen", "grams") if getattr(run, name) != getattr(runs.Run, name)]
-            name = "".join([f"{run.family}{run.seconds:.0f}", *apart, f"d{run.width}" * (run.width != 256), text])
+            size = f"d{run.width}" if run.width != 256 else "b6" * (run.depth == 6) + "e64" * (run.experts == 64)
+            name = "".join([f"{run.family}{run.seconds:.0f}", *apart, size, text])
             found.setdefault(name, []).append((run, record))
     best = {name: next(iter(of.values())) for name, pairs in found.items() for of in runs.best(pairs).values()}
     return {name: f"{fmean(record['bits'] for _, record in seeds):.3f}" for name, seeds in best.items()}
@@ -159,8 +160,8 @@ def budgets() -> dict[str, str]:
 
 def budget() -> Iterable[str]:
     yield (
-        "{experts60} bits with experts and {global60} without; with fp32 weights dense {dense60}, windows alone "
-        "{windows60}, routed blocks {routed60}; after 200 s {experts200} and {global200d384} (d 384); after 600 s "
+        "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
+        "blocks {routed60}; after 200 s {experts200e64} (64 experts) and {global200d384} (d 384); after 600 s "
         "{experts600} and {global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} "
         "(d 512). Hidden bytes, after 200 s: dense {dense200task}, experts {experts200task}, without {global200task}."
     ).format(**budgets())
@@ -169,24 +170,26 @@ def budget() -> Iterable[str]:
 def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
     page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
     for told in (
-        "**{experts60}** | **{experts200}** | {experts600long} |", "{experts200d384} | {experts600d384long} |",
-        "{experts200d512} | **{experts600d512long}** |", "{global60} | {global200} | |", "{global200d384} | |",
-        "{global200d512} | {global600d512long} |", "{global60grams} without experts, {experts60grams} with",
+        "**{experts60}** | {experts200} | {experts600long} |", "32: {experts200b6})", "**{experts200e64}** | |",
+        "{experts60d384} | {experts200d384} | {experts600d384long} |", "{experts200d512} | **{experts600d512long}** |",
+        "{global60} | {global200} | |", "{global60d384} | {global200d384} | |", "{experts60grams} with",
+        "{global60d512} | {global200d512} | {global600d512long} |", "{global60grams} without experts,",
         "d 256 with experts reached {experts600}, without {global600}, d 512 without {global600d512}.",
-        "dense blocks reach {dense60}, windows alone {windows60}, routed blocks {routed60}.",
+        "60 s dense blocks reach {dense60}, windows alone {windows60}, routed blocks {routed60}.",
         "dense {dense60task}, experts {experts60task}, without {global60task}; after 200 s {dense200task}, "
         "{experts200task}, {global200task}.",
         "windows of 512 alone {windows60n}, windows of 256 and one global block {global60n} ({global60nchosen} where",
-        "with experts {experts60n} ({experts200n} after 200 s), dense {dense60n}.",
+        "experts {experts60n}, dense {dense60n}; after 200 s experts {experts200n}, windows alone {windows200n}.",
     ):  # fmt: skip
         assert told.format(**budgets()) in page
 
 
 def processes() -> Iterable[str]:
-    found = [r for r in records("h200/raw/data_parallel_ahead.json")["records"] if r["flush"] == 10]
-    alone, two, four = (fmean(r["step_ms"] for r in found if r["processes"] == count) for count in (1, 2, 4))
-    of = f"{alone:.2f} ms alone, {two:.2f} ms on two H200 and {four:.2f} ms on four, which keep {100 * alone / two:.1f}"
-    yield f"{of} and {100 * alone / four:.1f} %"
+    told = "{:.2f} ms alone, {:.2f} ms on two H200 and {:.2f} ms on four, which keep {:.1f} and {:.1f} %"
+    for name, words in (("preset", told), ("ahead", "{:.2f}, {:.2f} and {:.2f} ms, {:.1f} and {:.1f} %")):
+        found = [r for r in records(f"h200/raw/data_parallel_{name}.json")["records"] if r["flush"] == 10]
+        alone, *ms = (fmean(r["step_ms"] for r in found if r["processes"] == count) for count in (1, 2, 4))
+        yield words.format(alone, *ms, *(100 * alone / t for t in ms))
     two, four = (r["main_job_fsdp"]["step_ms"] for r in records("h200/raw/data_parallel_four.json")["records"][1:])
     yield f"{two:.1f} and {four:.1f} ms, {100 * alone / two:.0f} and {100 * alone / four:.0f} %"
 
