@@ -37,8 +37,8 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
         # an empty sum: zeros that autograd can trace back to x
         return x.sum() * x.new_zeros((*indices.shape, x.shape[-1]))
     found, columns = present(indices.flatten(1), x.shape[1])
-    rows = x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
-    return rows.where(found[..., None], 0).view(*indices.shape, x.shape[-1])
+    rows = x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1])).view(*indices.shape, x.shape[-1])
+    return rows.where(found.view(indices.shape)[..., None], 0)  # no view: autograd forbids to change one in place
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
