@@ -86,8 +86,8 @@ def test_unknown_classes_are_left_alone() -> None:
     assert not onepass.swap(Unlike(16), also=FooRMSNorm).exchanged
     with pytest.raises(ValueError, match="strict"):
         onepass.swap(Unlike(16), also=Unlike, strict=True)
-    for also in ("FooRMSNorm", FooRMSNorm(16), [FooRMSNorm, int]):
-        with pytest.raises(TypeError, match="also must be a class of modules or several"):
+    for also, got in (("FooNorm", "'FooNorm'"), (FooRMSNorm(16), "FooRMSNorm"), ([FooRMSNorm, int], "<class 'int'>")):
+        with pytest.raises(TypeError, match=f"also must be a class of modules or several, got {got}"):
             onepass.swap(model, also=also)  # type: ignore[arg-type]
 
 

@@ -71,7 +71,7 @@ class Work:
                     self.idle.append(p)
                 continue
             if g.layout != torch.strided:
-                raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
+                raise RuntimeError(f"Lion does not support sparse gradients, got {g.layout}; write sparse=False")
             state = optimizer.state[p]
             remainders.append(state["remainder"] if prepare_state(state, p, groups[k]) else None)
             check_places(p, g, state)

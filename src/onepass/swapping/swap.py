@@ -73,7 +73,7 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
     _refuse_wrappers(model)
-    named = tuple(also) if isinstance(also, Iterable) else (also,)
+    named = (also,) if isinstance(also, (type, str)) or not isinstance(also, Iterable) else tuple(also)
     for cls in named:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"swap: also must be a class of modules or several, got {cls!r:.80}")

@@ -287,7 +287,7 @@ class Machine(RuleBasedStateMachine):
     def refuse_others(self) -> None:
         p = self.optimizer.param_groups[0]["params"][0]
         kept, p.grad = p.grad, torch.ones_like(p).to_sparse()
-        self._refused(RuntimeError, "Lion does not support sparse gradients", self.optimizer.step)
+        self._refused(RuntimeError, "not support sparse gradients, got .*; write sparse=False", self.optimizer.step)
         p.grad = kept
         state = torch.optim.AdamW([q for q, _ in self._all()]).state_dict()
         self._refused(ValueError, "another optimizer's state", lambda: self.optimizer.load_state_dict(state))
