@@ -131,11 +131,8 @@ def lion() -> Iterable[str]:
 def experts() -> Iterable[str]:
     """Over the products in the same run, and the least of all others; memory of a call without a graph."""
     yield f"forward and backward (CUDA graph, bf16, {made(records('h200/raw/experts.json')[0])})"
-    beside = (
-        ("experts", "GELU", "torch, torch.compile", "torch compiled"),
-        ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE"),
-    )
-    for file, told, rival, name in beside:
+    gelu = "experts", "GELU", "torch, torch.compile", "torch compiled"
+    for file, told, rival, name in (gelu, ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE")):
         cells = by_case(records(f"h200/raw/{file}.json")[1:])
         graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells]
         assert {min(us.keys() - {"onepass", "products"}, key=us.__getitem__) for us in graphs} == {rival}
@@ -143,6 +140,8 @@ def experts() -> Iterable[str]:
         ours, best = (f"{min(x):.2f} to {max(x):.2f} times" for x in over)
         peaks = " and ".join(f"{cells[-1][i]['peak_mib']:.0f}" for i in ("onepass", rival))
         yield f"with {told} {ours}, {name} {best} (peak of the largest size: {peaks} MiB)"
+    eager, compiled = (recipes()[f"transformers experts, {mode}"] for mode in ("eager", "compiled"))
+    yield "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*eager, *compiled)
 
 
 def budgets() -> dict[str, str]:
