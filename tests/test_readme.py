@@ -54,7 +54,7 @@ def fastest(row: dict[str, float]) -> float:
 
 def selection() -> Iterable[str]:
     header, *found = records("h200/topk.json")
-    yield f"{made(header)}, torch {header['torch'].partition('+')[0][:4]}, in CUDA graphs with a cold L2"
+    yield f"torch {header['torch'].partition('+')[0][:4]}, the table in CUDA graphs with a cold L2"
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for r in (r for r in found if r["op"] == "topk" and len(r["case"]) == 3):
         rows.setdefault((*r["case"].values(), r["dtype"]), {})[r["impl"]] = r["us"]
@@ -69,12 +69,13 @@ def selection() -> Iterable[str]:
         told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in both)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
     less = [100 - 100 * ours / theirs for recipe, (theirs, ours) in recipes().items() if "TopK" in recipe]
-    yield f"take {min(less):.0f} to {max(less):.0f} % less time ({made(records('h200/raw/recipes.json'))};"
+    assert made(records("h200/raw/recipes.json")) == made(header)
+    yield f"take {min(less):.0f} to {max(less):.0f} % less time ([choosing k](docs/topk.md)). {made(header)}, torch"
     many = rows[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer, no order"]
     told = f"{many['onepass, by index']:.0f} µs, `torch.topk` {many['torch.topk, no order']:.0f}"
     yield f"{told}, FlashInfer without an order {fastest(many):.0f}"
-    free = [row for call, row in rows.items() if call[0] <= 64 and call[2] == 2048]
+    free = (row for call, row in rows.items() if call[0] <= 64 and call[2] == 2048)
     ratios = [row["flashinfer, no order"] / row["onepass, by index"] for row in free]
     yield f"FlashInfer, without order and determinism, takes {min(ratios):.2f} to {max(ratios):.2f} times our time"
     yield topk_on_a_cpu()
