@@ -70,7 +70,7 @@ def selection() -> Iterable[str]:
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
     less = [100 - 100 * ours / theirs for recipe, (theirs, ours) in recipes().items() if "TopK" in recipe]
     assert made(records("h200/raw/recipes.json")) == made(header)
-    yield f"take {min(less):.0f} to {max(less):.0f} % less time ([choosing k](docs/topk.md)). {made(header)}, torch"
+    yield f"take {min(less):.0f} to {max(less):.0f} % less time ([choosing k](docs/topk.md)). {made(header)},"
     many = rows[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer, no order"]
     told = f"{many['onepass, by index']:.0f} µs, `torch.topk` {many['torch.topk, no order']:.0f}"
