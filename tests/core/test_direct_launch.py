@@ -83,16 +83,10 @@ def test_the_tensors_device_is_the_current_one_meanwhile(kernel: _Kernel, monkey
 
 @pytest.mark.parametrize(
     ("tensors", "others"),
-    [
-        ((_OnGpu(torch.bfloat16), None), {}),
-        ((_OnGpu(), _OnGpu()), {}),
-        ((_OnGpu(), None), {"constants": (32,)}),
-        ((_OnGpu(), None), {"maxnreg": 128}),
-        ((_OnGpu(address=4104), None), {}),
-        ((_OnGpu(), None), {"numbers": (2**31, 0.5)}),
-    ],
-    ids=["dtype", "another tensor", "constants", "options", "alignment", "64-bit integer"],
-)
+    [((_OnGpu(torch.bfloat16), None), {}), ((_OnGpu(), _OnGpu()), {}), ((_OnGpu(address=4104), None), {}),
+     *(((_OnGpu(), None), option) for option in ({"constants": (32,)}, {"maxnreg": 128}, {"numbers": (2**31, 0.5)}))],
+    ids=["dtype", "another tensor", "alignment", "constants", "options", "64-bit integer"],
+)  # fmt: skip
 def test_another_compilation(kernel: _Kernel, tensors: tuple[Any, ...], others: dict[str, Any]) -> None:
     _launch(kernel, _OnGpu(), None)
     for _ in range(1 + (tensors[0].address % 16 > 0 or "numbers" in others)):

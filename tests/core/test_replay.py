@@ -76,15 +76,10 @@ def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: FakeGpu, pac
 
 @pytest.mark.parametrize(
     "other",
-    [
-        lambda x: (x[:3], None, 0.5),
-        lambda x: (x.t(), None, 0.5),
-        lambda x: (x.double(), None, 0.5),
-        lambda x: (x, x, 0.5),
-        lambda x: (x, None, 0.25),
-    ],
+    [lambda x: (x[:3], None, 0.5), lambda x: (x.t(), None, 0.5), lambda x: (x.double(), None, 0.5),
+     lambda x: (x, x, 0.5), lambda x: (x, None, 0.25)],
     ids=["shape", "stride", "dtype", "another tensor", "value"],
-)
+)  # fmt: skip
 def test_another_layout_is_another_call(gpu: FakeGpu, other: Callable[[Tensor], tuple[Any, ...]]) -> None:
     run, calls = counted(scale(gpu))
     x = torch.randn(8, 8)

@@ -177,7 +177,9 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "RMSNorm: offset must be a number, got str", lambda: RMSNorm(4, offset="one")),
     (ValueError, "dim must be ≥ 1, got 0", lambda: WeightedSum(0)),
     (TypeError, "dim must be an int, got float", lambda: WeightedSum(8.0)),
+    (ValueError, "num_vectors must be ≥ 1 and ≤ 16, got 0", lambda: WeightedSum(8, 0)),
     (ValueError, "num_vectors must be ≥ 1 and ≤ 16, got 17", lambda: WeightedSum(8, 17)),
+    (TypeError, "num_vectors must be an int, got str", lambda: WeightedSum(8, "3")),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness import waiting_is_an_error
 from nn.layers import first, outputs, tokens, watched
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
 
@@ -169,14 +170,9 @@ def test_each_half_is_added_to_the_residual_stream(causal: bool, masked: bool, a
 
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
-    [
-        ({"k": 1 / 16}, (1 / 16, 1 / 16, 1 / 8)),
-        ({"k": 0.75}, (0.75, 0.75, 1.0)),
-        ({"k": 6}, (6, 6, 12)),
-        ({"k": 6, "k_q": 3, "k_kv": 5}, (6, 3, 5)),
-        ({"k": 0.5, "k_q": 3}, (0.5, 3, 1.0)),
-    ],
-)
+    [({"k": 1 / 16}, (1 / 16, 1 / 16, 1 / 8)), ({"k": 0.75}, (0.75, 0.75, 1.0)), ({"k": 6}, (6, 6, 12)),
+     ({"k": 6, "k_q": 3, "k_kv": 5}, (6, 3, 5)), ({"k": 0.5, "k_q": 3}, (0.5, 3, 1.0))],
+)  # fmt: skip
 def test_how_many_each_half_chooses(kwargs: dict[str, Any], expected: tuple[float, ...]) -> None:
     block = _block(**kwargs)
     assert (block.feed_forward.k, block.attention.k_q, block.attention.k_kv) == expected
@@ -195,3 +191,13 @@ def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: 
         there, chosen = alone.indices >= 0, at[:, window] >= 0
         assert torch.equal(at[:, window][chosen], alone.indices[there] + start)
         torch.testing.assert_close(gates[:, window][chosen], alone.gates[there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", [Router, CausalRouter])
+def test_no_synchronisation_with_the_host(router: type[Router]) -> None:
+    layer = RoutedFeedForward(96, 1 / 16, router=router(96)).cuda()
+    x, mask = tokens(3, 300, 96).cuda(), first(300, 10, 0, 300).cuda()
+    layer(x, mask).sum().backward()
+    with waiting_is_an_error():
+        layer(x, mask).sum().backward()

@@ -234,7 +234,10 @@ def test_a_state_on_another_device_is_refused() -> None:
     [
         ({"lr": "1e-3"}, TypeError, "Invalid learning rate: '1e-3'; a number or a tensor"),
         ({"betas": 0.9}, ValueError, "Invalid betas: 0.9; Lion takes two numbers"),
+        ({"betas": (0.9,)}, ValueError, "Invalid betas"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0; lr must be ≥ 0"),
         ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan; lr must be ≥ 0"),
+        ({"weight_decay": None}, TypeError, "Invalid weight_decay value: None; a number or a tensor"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
         ({"betas": (1.0, 0.99)}, ValueError, "Invalid beta parameter at index 0: 1.0; betas must be ≥ 0 and < 1"),
         ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
@@ -266,6 +269,8 @@ def test_bad_parameters() -> None:
     for dtype in (torch.bfloat16, "int8"):
         with pytest.raises(ValueError, match="no complex form"):
             Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=dtype)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Lion([])
 
 
 def test_a_step_is_named_in_profiles_and_runs_hooks() -> None:

@@ -48,14 +48,10 @@ def test_only_an_explicit_fused_takes_the_scale(fused: bool | None) -> None:
 @pytest.mark.parametrize("fused", [None, False, True])
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [
-        (torch.float32, {}),
-        (torch.bfloat16, {}),
-        (torch.bfloat16, {"state_dtype": "int8"}),
-        (torch.float32, {"cautious": True}),
-    ],
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"state_dtype": "int8"}),
+     (torch.float32, {"cautious": True})],
     ids=["fp32", "remainder", "remainder-int8", "cautious"],
-)
+)  # fmt: skip
 def test_many_steps_with_infinite_gradients(
     dtype: torch.dtype, options: dict[str, Any], fused: bool | None, device: str
 ) -> None:

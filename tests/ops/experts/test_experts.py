@@ -147,6 +147,16 @@ def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_host_never_waits(dtype: torch.dtype) -> None:
+    given = [t.detach().to(dtype).requires_grad_() for t in _tensors(300, 64, 128, 8, 2, "cuda")]
+    indices = torch.rand(300, 8, device="cuda").topk(2, -1).indices
+    onepass.experts(given[0], indices, *given[1:]).sum().backward()
+    with waiting_is_an_error():
+        onepass.experts(given[0], indices, *given[1:]).sum().backward()
+
+
+@pytest.mark.gpu
 def test_an_index_out_of_range_is_clamped() -> None:
     given = _tensors(6, 8, 8, 3, 2, "cuda")
     wild = torch.tensor([[0, 9], [2, -5], [1, 2], [0, 1], [7, 0], [-1, 1]], device="cuda")
@@ -156,7 +166,7 @@ def test_an_index_out_of_range_is_clamped() -> None:
 
 @pytest.mark.gpu
 def test_peak_memory() -> None:
-    """Three tensors of the rows' size at once, besides y and gradients: no copy in fp32, and no wait of the host."""
+    """Three tensors of the rows' size at once, besides y and gradients: no copy in fp32, none that lingers."""
     tokens, dim, hidden, n_experts, k = 8192, 512, 512, 8, 2
     given = [t.detach().bfloat16().requires_grad_() for t in _tensors(tokens, dim, hidden, n_experts, k, "cuda")]
     indices = torch.rand(tokens, n_experts, device="cuda").topk(k, -1).indices
@@ -170,8 +180,7 @@ def test_peak_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with waiting_is_an_error():
-        run()
+    run()
     rows, y, matrix = tokens * k * dim * 2, tokens * dim * 2, n_experts * dim * hidden * 2
     # backward of the activation: rows of dy, their product, and the units in place of h; then a matrix's gradient too
     assert torch.cuda.max_memory_allocated() - before <= 3 * rows + y + matrix + 2**21

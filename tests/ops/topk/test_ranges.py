@@ -126,16 +126,11 @@ def test_wide_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("kind", "n", "k", "ways"),
-    [
-        ("normal", 210, 20, []),
-        ("a third equal", 210, 30, ["equals"]),
-        ("all equal", 210, 60, ["equals"]),
-        ("no sample sees them", 210, 5, ["exact", "row"]),
-        ("few", 210, 40, []),
-    ],
-)
-def test_what_follows_a_pivot(kind: str, n: int, k: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ("kind", "k", "ways"),
+    [("normal", 20, []), ("a third equal", 30, ["equals"]), ("all equal", 60, ["equals"]), ("few", 40, []),
+     ("no sample sees them", 5, ["exact", "row"])],
+)  # fmt: skip
+def test_what_follows_a_pivot(kind: str, k: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of row takes the way that the README gives: none, the equals of the pivot, the row again."""
     from onepass.ops.topk import kernels_pivot
 
@@ -154,7 +149,7 @@ def test_what_follows_a_pivot(kind: str, n: int, k: int, ways: list[str], monkey
     shrink(monkeypatch, SAMPLE=64)
     monkeypatch.setattr(kernels_pivot, "exact_threshold", note_exact)
     monkeypatch.setattr(kernels_pivot, "collect", note_collect)
-    s = rows_of(kind, 3, n, torch.Generator().manual_seed(3), k)
+    s = rows_of(kind, 3, 210, torch.Generator().manual_seed(3), k)
     compare(s, k)
     assert taken == ways * 3
 

@@ -189,8 +189,7 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Ten
 
 _call, forward_op, backward_op = operator(
     "experts", _forward, _backward, ("y", "h", "linear", "places", "rows", "ends"), fake=_fake,
-    fake_back=_fake_backward, ways=_ways,
-    check=_check, gradients=_gradients, inference=_without_gradients,
+    fake_back=_fake_backward, ways=_ways, check=_check, gradients=_gradients, inference=_without_gradients,
 )  # fmt: skip
 
 

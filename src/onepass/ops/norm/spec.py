@@ -97,6 +97,7 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     x, w = torch.ones(2, 3), torch.ones(3)
     yield BadCall("width", lambda: op(x, torch.ones(4)), ValueError, rf"{name}: weight must be \(3,\).*\(4,\)")
+    yield BadCall("2-d weight", lambda: op(x, torch.ones(4, 3)), ValueError, r"weight must be \(3,\).*\(4, 3\)")
     nest = partial(torch.nested.nested_tensor, [x])  # torch warns when it makes one
     yield BadCall("nested weight", lambda: op(x, x.shape, nest()), TypeError, "weight must be dense, got a nested")
     deep = torch.ones(2, 5, 4, 3)
@@ -112,6 +113,7 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     yield BadCall("eps", lambda: op(x, w, eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
     yield BadCall("eps nan", lambda: op(x, w, eps=math.nan), ValueError, "eps must be ≥ 0, got nan")
     yield BadCall("shape", lambda: op(x, (3, 3), w), ValueError, r"normalized_shape \(3, 3\), got \(2, 3\)")
+    yield BadCall("no shape", lambda: op(x, ()), ValueError, r"x must end in normalized_shape \(\)")
     yield BadCall("flat weight", lambda: op(x, x.shape, x.view(6)), ValueError, r"weight must.*\(2, 3\); got \(6,\)")
     yield BadCall("eps tensor", lambda: op(x, 3, eps=w), TypeError, "eps must be a number, got Tensor")
     yield BadCall("eps by place", lambda: op(x, w, None, 1e-5), TypeError, r"write \w+\(x, weight, bias, eps=1e-05\)")
@@ -136,6 +138,8 @@ def _rms_norm_bad() -> Iterator[BadCall]:
     x, w = torch.ones(2, 3), torch.ones(3)
     op: Any = rms_norm
     yield BadCall("eps as bias", lambda: op(w, w, 1e-5), TypeError, r"write rms_norm\(.*eps=1e-05\)")
+    yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
+    yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
     yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
     yield BadCall("act", lambda: op(x, gate=x, gate_act="relu"), ValueError, "gate_act must be 'silu' or 'sigmoid'")
     yield BadCall("gate, 8 bits", lambda: op(x, gate=x, quantize="row"), ValueError, "quantize takes no gate")
@@ -183,20 +187,7 @@ def _rms_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable
 
 
 SPECS = [
-    Spec(
-        name="layer_norm",
-        op=layer_norm,
-        reference=definition.layer_norm,
-        samples=_layer_norm_samples,
-        bad_calls=tuple(_layer_norm_bad()),
-        of_rows=_layer_norm_rows,
-    ),
-    Spec(
-        name="rms_norm",
-        op=rms_norm,
-        reference=definition.rms_norm,
-        samples=_rms_norm_samples,
-        bad_calls=tuple(_rms_norm_bad()),
-        of_rows=_rms_norm_rows,
-    ),
-]
+    Spec("layer_norm", layer_norm, definition.layer_norm, _layer_norm_samples, tuple(_layer_norm_bad()),
+         of_rows=_layer_norm_rows),
+    Spec("rms_norm", rms_norm, definition.rms_norm, _rms_norm_samples, tuple(_rms_norm_bad()), of_rows=_rms_norm_rows),
+]  # fmt: skip

@@ -179,7 +179,7 @@ def _of_level(rows: Tensor, k: int, largest: bool, width: int) -> tuple[Tensor, 
     beyond, n_blocks = tops != kth, tops.shape[-1]
     level = beyond.sum(-1) < min(k, n_blocks - max(1, n_blocks // 4))
     if 2 * int(level.sum()) <= len(rows):
-        return level & False, rows.new_empty((len(rows), k), dtype=torch.int64)
+        return torch.zeros_like(level), rows.new_empty((len(rows), k), dtype=torch.int64)
     # the first k equals; behind them stand k more, for rows of fewer
     equal = functional.pad(rows[:, :width] == (sign * kth).to(rows.dtype), (0, k), value=True)
     equal &= equal.cumsum(-1, dtype=torch.int16 if width + k < 1 << 15 else torch.int32) <= k
