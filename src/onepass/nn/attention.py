@@ -44,8 +44,8 @@ class AttentionRouting(NamedTuple):
 class HeavyAttention(nn.Module):
     """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
 
-    It returns ``out(attention) − null``: the caller adds `null` to every token. A query sees the first `last` memories,
-    ``(k_q,)`` or ``(batch, k_q)``, where `mask` is True. `turned` rotates both by the positions in the routing.
+    It returns ``out(attention) − null``: the caller adds `null` to every token. Query i sees the first ``last[i]``
+    memories where `mask` is True; `last`: ``(k_q,)`` or ``(batch, k_q)``. `turned`: rotate by the routing's positions.
     """
 
     def __init__(
@@ -74,10 +74,9 @@ class HeavyAttention(nn.Module):
         else:
             k, v = kv.unbind(2)
             if turned:
-                # a missing token (−1) gets some angle too; its result is not used
+                # a missing token (index −1) is rotated too; its result is not used
                 q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
-            # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
-            # nothing
+            # gates scale the values, not the logits: flash attention needs no bias, and a key with gate 0 adds nothing
             v = v * routing.kv.gates.to(v.dtype)[..., None, None]
             if cache is not None:
                 cache.fill(k, v)
@@ -177,23 +176,23 @@ class RoutedAttention(Layer):
     ) -> tuple[Tensor, AttentionRouting]:
         """Compute module by module."""
         n, heavy = x.shape[1], self.heavy
-        of_q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
+        routing_q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
         if self.causal and n:
-            # each window as if it were a sequence
+            # the router sees each window as a sequence of its own
             parts, real = windows(x, mask, self.window)
             indices, gates, scores = self.router_kv(parts, self.quota(n), real)
             indices = of_sequence(indices, len(x), self.window)
             scores = scores.view(len(x), cdiv(n, self.window) * self.window)[:, :n]
-            of_kv = RouterOutput(indices, gates.view(indices.shape), scores)
+            routing_kv = RouterOutput(indices, gates.view(indices.shape), scores)
         else:
-            of_kv = self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask)
-        routing, q, kv = AttentionRouting(of_q, of_kv), of_q.indices, of_kv.indices
-        of_light, of_heavy = ({}, None) if cache is None else ({"cache": cache.light}, cache.heavy)
-        y = self.light(x, mask, **of_light).flatten(0, 1)
+            routing_kv = self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask)
+        routing, q, kv = AttentionRouting(routing_q, routing_kv), routing_q.indices, routing_kv.indices
+        light_cache, heavy_cache = ({}, None) if cache is None else ({"cache": cache.light}, cache.heavy)
+        y = self.light(x, mask, **light_cache).flatten(0, 1)
         y = y + self.null.to(y.dtype)
         if q.shape[1] or not x.numel():
             # without a mask, a Router always finds k tokens
-            whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
+            always_full = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
             if self.causal:
                 quota = kv.shape[1] // max(1, cdiv(n, self.window))
                 # missing queries come last and see every key, so that `last` never decreases
@@ -201,9 +200,9 @@ class RoutedAttention(Layer):
             else:
                 last = torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device)
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
-            there = None if whole else kv >= 0
-            update = heavy(*tokens, routing, self.null, last, turned=True, mask=there, cache=of_heavy)
-            y = scatter_add(y, update, of_q.gates, q, inplace=plain())
+            present = None if always_full else kv >= 0
+            update = heavy(*tokens, routing, self.null, last, turned=True, mask=present, cache=heavy_cache)
+            y = scatter_add(y, update, routing_q.gates, q, inplace=plain())
         return explore(y, x, self.router_q, self.k_q, mask).view(x.shape), routing
 
     def step(self, x: Tensor, cache: AttentionCache) -> tuple[Tensor, AttentionRouting]:
@@ -212,9 +211,9 @@ class RoutedAttention(Layer):
         y = self.light(x, cache=cache.light)
         y = y + self.null.to(y.dtype)
         # a CPU skips a branch that no token chose; on a GPU the host would wait longer than the branch takes
-        begins = cache.clock.turns(self.window)
-        if begins or x.device.type != "cpu" or bool((q.indices >= 0).any()):
-            memories, kv = cache.given(self, begins)
+        begins_window = cache.clock.turns(self.window)
+        if begins_window or x.device.type != "cpu" or bool((q.indices >= 0).any()):
+            memories, kv = cache.previous_window(self, begins_window)
             routing = AttentionRouting(q, kv)
             tokens = heavy.norm_q(x), heavy.norm_kv(memories)
             last = q.indices[:, 0] // self.window
@@ -229,7 +228,7 @@ class RoutedAttention(Layer):
         self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
-        """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
+        """Compute what `composed` does, plus x with `residual`, as one autograd node or one operator."""
         n, (q, kv, light, heavy, *inner) = x.shape[1], parts_of(self, *_PARTS)
         norm, qkv, out, norm_q, norm_kv, *of_heavy = (m._parameters["weight"] for m in inner)
         check_mask("Router", x, mask)
@@ -245,10 +244,10 @@ class RoutedAttention(Layer):
             cache.heavy.fill(*far)
         else:
             y, *choice = routed_attention(plan, x, *weights)
-        at_q, gates_q, at_kv, gates_kv, scores = choice
+        indices_q, gates_q, indices_kv, gates_kv, scores = choice
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(
-            RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
+            RouterOutput(indices_q, gates_q, scores_q), RouterOutput(indices_kv, gates_kv, scores_kv)
         )  # fmt: skip
 
     def quota(self, n: int) -> int | float:
@@ -263,7 +262,7 @@ class RoutedAttention(Layer):
         if not (x.numel() and self.k_q and self.k_kv and x.shape[-1] <= WIDEST):
             return None
         parts = parts_of(self, *_PARTS)
-        # subclasses, as FSDP2 makes them, and hooks of the layer itself see the same inputs and outputs either way
+        # the layer may be a subclass (FSDP2 makes one) or have hooks: they see the same either way, so only parts count
         if not as_written(parts, _KINDS.get(type(parts[0]))) or {parts[0].dim, parts[1].dim} != {self.dim}:
             return None
         if "null" in self.__dict__ or self.__dict__["_buffers"]:
@@ -284,7 +283,7 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# the modules that `fused` replaces, then those in them, with either router of queries
+# what `fused` replaces: the classes of the parts, then of the modules in them, for either router of queries
 _PARTS = "router_q", "router_kv", "light", "heavy"
 _KINDS: dict[type, list[type]] = {
     router: [

@@ -109,9 +109,9 @@ class RoutedBlock(Block):
 
     @torch.no_grad()
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
-        """Read one more token of each sequence, or a prompt; kernels return no routing."""
+        """Read a prompt, or one more token of each sequence; a step by kernels returns None for the routing."""
         self.check_decodes()
-        # all that can be refused, before a cache changes
+        # refuse wrong arguments before a cache changes
         self.attention.check(x)
         check_dtype("RoutedBlock", x, self.attention.light.qkv)
         check_mask("RoutedBlock", x, mask)
@@ -125,15 +125,15 @@ class RoutedBlock(Block):
             h = x + self.dropped(y)
             y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
             if kernels and x.shape[1] > 1:
-                # a threshold is a score: a token that comes again in a step has to tie with itself
+                # a threshold is a token's score: keep scores with the bits of a step's kernel, so that equal tokens tie
                 choices, routers = (attention.q, feed_forward), (self.attention.router_q, self.feed_forward.router)
                 caches = cache.attention.queries, cache.feed_forward
-                for kept, router, tokens, output in zip(caches, routers, (x, h), choices, strict=True):
-                    kept.fill(router, tokens, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
+                for choice_cache, router, tokens, output in zip(caches, routers, (x, h), choices, strict=True):
+                    choice_cache.fill(router, tokens, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
             return h + self.dropped(y), BlockRouting(attention, feed_forward)
 
     def _fits_kernels(self, x: Tensor) -> bool:
-        """Return whether a step is what its kernels compute: default modules in one dtype, without hooks."""
+        """Return whether kernels can compute a step: default modules in one dtype, without hooks."""
         attention, feed_forward = self.attention, self.feed_forward
         return (
             decoding.fits(x)
@@ -149,14 +149,14 @@ class RoutedBlock(Block):
         return AttentionCache(self.attention, clock), ChoiceCache(router, k, clock)
 
     def check_decodes(self) -> None:
-        """Raise unless each part is what a step runs, and each k a share."""
+        """Raise TypeError unless each part has the class whose forward a step replaces, and each k is a share."""
         super().check_decodes()
         for name, kind in _CLASSES:
             module = attrgetter(name)(self) if name else self
             if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
-                what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
+                got = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
                 raise TypeError(
-                    f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {what}: a step would "
+                    f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {got}: a step would "
                     "not run its forward; use hooks, which run in steps too"
                 )
         for name, k in (("k_q", self.attention.k_q), ("k_kv", self.attention.k_kv), ("k", self.feed_forward.k)):
@@ -167,7 +167,7 @@ class RoutedBlock(Block):
                 )
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
+        """Return x + layer(x) and the routing: from one fused node where no dropout or hook needs layer(x) itself."""
         drops = self.training and self.dropout > 0
         if not drops and type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
             layer.check(x)
@@ -178,7 +178,7 @@ class RoutedBlock(Block):
         return x + self.dropped(y), routing
 
 
-# what a step calls instead of the forward that these classes define
+# a step runs its own code in place of the forward of these classes
 _CLASSES: list[tuple[str, type[nn.Module]]] = [
     ("", RoutedBlock), ("attention", RoutedAttention), ("attention.light", LocalAttention),
     ("attention.heavy", HeavyAttention), ("attention.router_q", CausalRouter), ("attention.router_kv", Router),

@@ -1,8 +1,8 @@
-"""What causal routed layers keep of the tokens before.
+"""Caches for decoding: what causal layers keep of earlier tokens.
 
 All tensors have a fixed size and all lengths are tensors, so that a CUDA graph can repeat a step. A step makes the
 choices of the full forward, because a share's running threshold and budget do not depend on the length. Layers are
-typed as Any: they import this module.
+typed as Any, because they import this module.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Clock(nn.Module):
     Attributes:
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
-        lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
-        read: the same, or ones, on the host.
-        choices: those of that prompt, by the caches that keep them.
-        kept: buffers, and what each will hold of that prompt.
-        periods: the blocks and windows of the layers; see `turns`.
-        forced: what `turns` returns; None: what the counts say.
+        lengths: ``(batch,)`` int64: tokens of each prompt while prompts are read; None in a step.
+        read: how many tokens of each sequence this call reads, on the host.
+        choices: each router's choice of the prompt, until its end.
+        pending: buffers and their contents after the prompt, copied at its end.
+        periods: block and window sizes of the layers; see `turns`.
+        forced: what `turns` returns while a graph is captured; None: the counts decide.
     """
 
     position: Tensor
@@ -55,7 +55,7 @@ class Clock(nn.Module):
         self.lengths: Any = None
         self.read: list[int] = []
         self.choices: dict[ChoiceCache, RouterOutput] = {}
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.pending: list[tuple[Tensor, Tensor]] = []
         self.last: dict[int, Tensor] = {}
 
     def turns(self, period: int) -> bool:
@@ -84,11 +84,11 @@ class Clock(nn.Module):
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
-        self.choices, self.kept, self.last = {}, [], {}
+        self.choices, self.pending, self.last = {}, [], {}
         lengths = torch.full_like(self.position, n) if mask is None else mask.sum(-1)
         if mask is not None:
-            first = torch.arange(n, device=x.device) < lengths[:, None]
-            if not bool((mask == first).all() & mask[:, 0].all()):
+            prefix = torch.arange(n, device=x.device) < lengths[:, None]
+            if not bool((mask == prefix).all() & mask[:, 0].all()):
                 raise ValueError("decoding: a prompt's mask must be True at its first tokens, at least one, then False")
         # the host waits before the layers have work, not after
         self.read = [n] * batch if mask is None else lengths.tolist()
@@ -97,10 +97,10 @@ class Clock(nn.Module):
     def end(self) -> None:
         """Count the tokens that were read, and fill the buffers that wait for the end of a prompt."""
         if self.lengths is not None:
-            _choices(self)
-            buffers, new = zip(*self.kept, strict=True)
+            _fill_choices(self)
+            buffers, new = zip(*self.pending, strict=True)
             torch._foreach_copy_(list(buffers), list(new))
-            self.choices, self.kept, self.last = {}, [], {}
+            self.choices, self.pending, self.last = {}, [], {}
         self.counts = [c + n for c, n in zip(self.counts, self.read, strict=True)]
         self.position += 1 if self.lengths is None else self.lengths
         self.lengths = None
@@ -111,7 +111,7 @@ class Clock(nn.Module):
         self.counts, self.lengths = [0] * len(self.counts), None
 
     def last_in(self, places: int) -> Tensor:
-        """Return (batch, places) the prompt's last token i with i mod places = column; < 0: there is none."""
+        """Return (batch, places): in column c the prompt's last token i with i mod places = c; negative: none."""
         if places not in self.last:
             last = self.lengths[:, None] - 1
             self.last[places] = last - (last - torch.arange(places, device=last.device)) % places
@@ -129,13 +129,13 @@ class _Cache(nn.Module):
 
     def __init__(self, clock: Clock, **buffers: Tensor) -> None:
         super().__init__()
-        # no submodule: many layers share it
+        # not registered as a submodule, because many layers share it
         self.__dict__["clock"] = clock
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
     def put(self, at: Tensor, due: Tensor | None = None, **new: Tensor) -> None:
-        """Write new tokens (batch, m, …) to places (batch, m) of the named buffers, in the sequences that are due."""
+        """Write `new` tokens (batch, m, …) to the places `at` (batch, m) of buffers of these names, where `due`."""
         rows = torch.arange(len(at), device=at.device)[:, None]
         for name, tokens in new.items():
             buffer = getattr(self, name)
@@ -197,37 +197,37 @@ class ChoiceCache(_Cache):
             self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
 
     def fill(self, layer: Any, x: Tensor, routing: RouterOutput) -> None:
-        """Keep what steps through the tokens of a prompt would, at its end."""
+        """Keep the routing of a prompt: at its end the cache becomes what steps through its tokens would leave."""
         self.clock.choices[self] = routing
 
 
-def _choices(clock: Clock) -> None:
-    """Keep the choices of a prompt: those of all routers that count alike by the same few operations."""
-    alike: dict[Any, list[tuple[ChoiceCache, RouterOutput]]] = defaultdict(list)
+def _fill_choices(clock: Clock) -> None:
+    """Fill all choice caches after a prompt; routers of one block, share and shape are computed as one batch."""
+    groups: dict[Any, list[tuple[ChoiceCache, RouterOutput]]] = defaultdict(list)
     for cache, output in clock.choices.items():
-        alike[cache.block, cache.share, cache.scores.shape, cache.scores.dtype].append((cache, output))
-    for (block, share, (_, memory), dtype), group in alike.items():
+        groups[cache.block, cache.share, cache.scores.shape, cache.scores.dtype].append((cache, output))
+    for (block, share, (_, memory), dtype), group in groups.items():
         scores = torch.stack([output.scores.to(dtype) for _, output in group])
         taken = (torch.stack([output.indices for _, output in group]) >= 0).sum(-1)
         start = (clock.lengths - 1) // block * block
         before = start[:, None] - 1 - torch.arange(memory, device=scores.device)
         # in the first block each step computes its own threshold
-        new = _at(scores, clock.last_in(memory)), ranked(_at(scores, before), share), taken
+        new = _scores_at(scores, clock.last_in(memory)), ranked(_scores_at(scores, before), share), taken
         for name, rows in zip(("scores", "threshold", "taken"), new, strict=True):
             torch._foreach_copy_([getattr(cache, name) for cache, _ in group], list(rows))
 
 
-def _at(scores: Tensor, tokens: Tensor) -> Tensor:
+def _scores_at(scores: Tensor, tokens: Tensor) -> Tensor:
     """Return the scores (routers, batch, m) of tokens (batch, m), −∞ where there is none."""
     return torch.where(tokens >= 0, scores.gather(2, tokens.clamp_min(0).expand(len(scores), -1, -1)), -math.inf)
 
 
 class KeyCache(_Cache):
-    """What a causal `LocalAttention` or the attention of a `TransformerBlock` keeps: two windows, or all tokens.
+    """Keys and values of a causal `LocalAttention` or `TransformerBlock`: of the last two windows, or of all tokens.
 
     Attributes:
-        keys, values: ``(batch, places, heads, dim_head)``: those of token i in place i mod places, keys rotated. There
-            are 2·window places, or without a window max_tokens.
+        keys, values: ``(batch, places, heads, dim_head)``: token i's in place i mod places, keys rotated. There are
+            2·window places, or max_tokens without a window.
     """
 
     keys: Tensor
@@ -246,17 +246,17 @@ class KeyCache(_Cache):
         used = places if self.clock.forced is not None else min(places, max(self.clock.counts) + 1)
         age = (i[:, None] - torch.arange(used, device=i.device)) % places
         # the tokens of this window and of the one before
-        oldest = i if self.window is None else (i % self.window + self.window).minimum(i)
-        return _attend(q, self.keys[:, :used], self.values[:, :used], age <= oldest[:, None])
+        max_age = i if self.window is None else (i % self.window + self.window).minimum(i)
+        return _attend(q, self.keys[:, :used], self.values[:, :used], age <= max_age[:, None])
 
     def keep(self, k: Tensor, v: Tensor) -> None:
-        """Keep rotated keys and values (batch, n, heads, dim_head) of a prompt, or the last ones."""
-        for room, new in ((self.keys, k), (self.values, v)):
+        """Keep rotated keys and values (batch, n, heads, dim_head) of a prompt: all, or those of the last windows."""
+        for buffer, new in ((self.keys, k), (self.values, v)):
             if self.window is None:
-                self.clock.kept.append((room[:, : new.shape[1]], new))
+                self.clock.pending.append((buffer[:, : new.shape[1]], new))
             else:
-                last = gather(new.flatten(2), self.clock.last_in(room.shape[1]))
-                self.clock.kept.append((room, last.view(room.shape)))
+                last = gather(new.flatten(2), self.clock.last_in(buffer.shape[1]))
+                self.clock.pending.append((buffer, last.view(buffer.shape)))
 
 
 class HeavyCache(_Cache):
@@ -271,17 +271,17 @@ class HeavyCache(_Cache):
     values: Tensor
 
     def __init__(self, layer: Any, window: int, quota: int, clock: Clock) -> None:
-        # the last window gives its keys to the tokens after it
+        # a window gives its keys to later windows alone, so the last one needs no places
         shape = len(clock.counts), max(1, (clock.max_tokens - 1) // window) * quota, layer.heads, layer.dim_head
         super().__init__(clock, **{name: layer.kv.weight.new_zeros(shape) for name in ("keys", "values")})
         self.window, self.quota = window, quota
         clock.periods.add(window)
 
     def attend(self, q: Tensor, kv: Tensor, chosen: RouterOutput) -> Tensor:
-        """Return the attention (batch, 1, heads, dim_head) of one more token to what earlier windows gave.
+        """Return the attention (batch, 1, heads, dim_head) of one more token to the keys of earlier windows.
 
-        kv: ``(batch, m, 2, heads, dim_head)``: what the window before gives, of the `chosen` tokens (batch, m); m = 0
-        where no sequence begins a window.
+        kv: ``(batch, m, 2, heads, dim_head)``: keys and values of the `chosen` tokens (batch, m) of the window before;
+        m = 0 where no sequence begins a window.
         """
         if kv.shape[1]:
             self.give(kv, chosen)
@@ -290,18 +290,18 @@ class HeavyCache(_Cache):
         if self.clock.forced is None:
             used = max(1, min(used, max(self.clock.counts) // self.window * self.quota))
         count = (i // self.window * self.quota)[:, None]
-        seen = torch.arange(used, device=i.device) < count
-        y = _attend(rotary(q, i[:, None]), self.keys[:, :used], self.values[:, :used], seen)
+        visible = torch.arange(used, device=i.device) < count
+        y = _attend(rotary(q, i[:, None]), self.keys[:, :used], self.values[:, :used], visible)
         return torch.where(count[..., None, None] > 0, y, 0.0)
 
     def give(self, kv: Tensor, chosen: RouterOutput) -> None:
-        """Keep what the window before gives, for the sequences that begin a window."""
+        """Keep the keys and values that the window before gives, for sequences that begin a window."""
         i = self.clock.position
         due = ((i % self.window == 0) & (i > 0))[:, None, None, None]
         window = (i // self.window - 1).clamp_min(0)[:, None]
-        to = (window * self.quota + torch.arange(self.quota, device=i.device)) % self.keys.shape[1]
+        places = (window * self.quota + torch.arange(self.quota, device=i.device)) % self.keys.shape[1]
         k, v = rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
-        self.put(to, due, keys=k, values=v)
+        self.put(places, due, keys=k, values=v)
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Keep the rotated keys and gated values (batch, m, heads, dim_head) that the windows of a prompt gave."""
@@ -309,11 +309,11 @@ class HeavyCache(_Cache):
         torch._foreach_copy_([self.keys[:, :n], self.values[:, :n]], [keys[:, :n], values[:, :n]])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Return the attention of (batch, 1, heads, width) to the keys (batch, n, heads, width) where `seen` (batch, n)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return the attention of (batch, 1, heads, width) to keys (batch, n, heads, width) where `visible` (batch, n)."""
     q, k, v = (t.transpose(1, 2) for t in (q.to(k.dtype), k, v))
     with sdpa_kernel(BACKENDS):
-        return F.scaled_dot_product_attention(q, k, v, seen[:, None, None]).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, visible[:, None, None]).transpose(1, 2)
 
 
 class AttentionCache(_Cache):
@@ -332,15 +332,15 @@ class AttentionCache(_Cache):
         self.queries = ChoiceCache(layer.router_q, layer.k_q, clock)
         self.light, self.heavy = KeyCache(layer.light, clock), HeavyCache(layer.heavy, layer.window, quota, clock)
 
-    def given(self, layer: Any, begins: bool) -> tuple[Tensor, RouterOutput]:
-        """Return the tokens (batch, m, dim) that the window before gives where a sequence begins one, and the choice.
+    def previous_window(self, layer: Any, begins_window: bool) -> tuple[Tensor, RouterOutput]:
+        """Return the tokens (batch, m, dim) that the window before gives, and their routing.
 
-        m = 0 where none does. Sequences that do not begin a window get tokens that `HeavyCache.attend` leaves out.
+        m = 0 where no sequence begins a window; where some do, `HeavyCache.attend` leaves out the tokens of the others.
         """
-        if not begins:
-            none = self.clock.position[:, None][:, :0]
+        if not begins_window:
+            empty = self.clock.position[:, None][:, :0]
             return self.tokens[:, :0], RouterOutput(
-                none, none.to(self.queries.scores.dtype), self.queries.scores[:, :0]
+                empty, empty.to(self.queries.scores.dtype), self.queries.scores[:, :0]
             )
         window = layer.window
         indices, gates, scores = layer.router_kv(self.tokens, asked(layer.router_kv, layer.k_kv, window))
@@ -348,17 +348,17 @@ class AttentionCache(_Cache):
         return gather(self.tokens, indices), RouterOutput(indices + start[:, None], gates, scores)
 
     def begin_window(self, layer: Any) -> None:
-        """Keep what the window before gives, where a sequence begins a window: for steps by kernels."""
+        """Keep what the window before gives, before kernels compute the step of a token that begins a window."""
         if self.clock.turns(layer.window):
-            memories, chosen = self.given(layer, True)
+            memories, chosen = self.previous_window(layer, True)
             heavy = layer.heavy
             kv = heavy.kv(heavy.norm_kv(memories)).unflatten(-1, (2, heavy.heads, heavy.dim_head))
             self.heavy.give(kv, chosen)
 
     def fill(self, layer: Any, x: Tensor, routing: Any) -> None:
-        """Keep the tokens of a prompt (batch, n, dim) and the choice of queries; the parts keep theirs."""
+        """Keep the last tokens of a prompt x (batch, n, dim) and its choice of queries; the parts keep their own."""
         self.queries.fill(layer, x, routing.q)
-        self.clock.kept.append((self.tokens, gather(x, self.clock.last_in(layer.window))))
+        self.clock.pending.append((self.tokens, gather(x, self.clock.last_in(layer.window))))
 
     def keep(self, x: Tensor) -> None:
         """Keep one more token (batch, 1, dim)."""
@@ -384,7 +384,7 @@ class BlockCache(_Cache):
 
     @contextmanager
     def reading(self, block: Any, x: Tensor, mask: Tensor | None) -> Iterator[None]:
-        """Count tokens (batch, n, dim) that the block reads meanwhile, unless the model does."""
+        """Count the tokens (batch, n, dim) that the block reads in this context, unless the model counts them."""
         if self.window != (window := block.attention.window):
             raise ValueError(
                 f"{type(block).__name__}: the cache is of a block with window = {self.window}, this one's is {window}: "
@@ -406,7 +406,7 @@ class Block(Layer):
     """Attention and a feed-forward, each added to x, with dropout on what they add; a causal one can decode."""
 
     dropout: float
-    # the layers inside open DTensors: dropout then draws for whole ones
+    # the layers inside make DTensors plain, not the block: dropout then draws for the whole DTensor
     opens = False
     # caches(clock) → new caches of attention and of the feed-forward, which may be None
     caches: Any
@@ -419,10 +419,10 @@ class Block(Layer):
         """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
 
         A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence.
-        Prompts of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens. Outputs, and the
-        choices of a `RoutedBlock`, are those of the full forward of all tokens so far, outputs to rounding. Hooks run,
-        nothing is differentiable. The cache has the device and dtype of the weights, and room for `max_tokens` of each
-        sequence, or for two windows. With the `clock` of a model of several blocks that model counts the tokens.
+        Prompts of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens. Choices
+        are those of the full forward of all tokens so far, outputs equal it to rounding. Hooks run, nothing is
+        differentiable. The cache has the device and dtype of the weights, and room for `max_tokens` of each
+        sequence, or for two windows. Blocks with one `clock` leave it to their model to count tokens.
 
         Raises:
             TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward

@@ -1,4 +1,4 @@
-"""One ladder of calls: which way of a layer computes is asked here, once, and in one order.
+"""Which way a layer computes a call: decided here alone, in this order.
 
 packed sequences → DTensors → a cache → the fused form → the composition of modules
 """
@@ -45,10 +45,10 @@ class RoutedCall(Protocol[Routing]):
 class Layer(nn.Module):
     """A layer of tokens (batch, n, dim) that returns its output and, if asked, its choices.
 
-    A subclass has `composed`, perhaps `fused` and `step`; each returns (y, routing) and computes alone.
+    A subclass has `composed`, perhaps `fused` and `step`; each computes the whole layer and returns (y, routing).
     """
 
-    # whether each device computes its rows of DTensors; False: the modules inside do
+    # True: `forward` makes DTensors plain, each device's rows; False: the modules inside do
     opens = True
 
     def forward(
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         if type(x) is not Tensor and self.opens and cache is None and takes_whole_rows(self, x):
             return whole_rows(Layer, self, x, mask, return_routing=return_routing)
         if cache is not None and x.shape[1]:
-            # an empty prompt is none
+            # an empty prompt leaves the cache as it is
             y, routing = self.cached(x, mask, cache, return_routing)
         elif (dtype := self.fused_dtype(x, mask)) is not None:
             y, routing = self.fused(x, mask, dtype)
@@ -91,17 +91,17 @@ class Layer(nn.Module):
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Any]:
         """Compute packed sequences as a padded batch; the routing is that of the batch."""
-        for one in (self, *self.children()):
-            if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
-                for of_k in ("k", "k_q", "k_kv"):
-                    refuse_int(type(one).__name__, of_k, getattr(one, of_k, None))
+        for module in (self, *self.children()):
+            if getattr(module, "causal", False) or getattr(getattr(module, "router", None), "causal", False):
+                for option in ("k", "k_q", "k_kv"):
+                    refuse_int(type(module).__name__, option, getattr(module, option, None))
         padded, where = unpack(type(self).__name__, x, mask, cu_seqlens, max_seqlen)
-        # the forward of a subclass has run up to here
+        # not self.forward: a subclass's forward has run already
         y, routing = Layer.forward(self, padded, where.mask, True)
         return y.flatten(0, 1).index_select(0, where.slots).view(x.shape), routing
 
     def cached(self, x: Tensor, mask: Tensor | None, cache: Any, return_routing: bool) -> tuple[Tensor, Any]:
-        """Read one more token of each sequence, or a prompt."""
+        """Read a prompt, or one more token of each sequence."""
         if x.shape[1] == 1:
             return self.step(x, cache)  # type: ignore[no-any-return]
         dtype = self.fused_dtype(x, mask)
@@ -111,18 +111,18 @@ class Layer(nn.Module):
 
 
 def parts_of(layer: nn.Module, *names: str) -> list[Any]:
-    """Return a layer's modules of these names, then theirs."""
-    # read `_modules`: attributes and `modules()` take longer than everything else before a fused call
-    own = layer._modules
-    parts: list[Any] = [own[name] for name in names]
+    """Return a layer's modules of these names, then the modules inside them."""
+    # read `_modules`: attributes and `modules()` would take longer than all else before a fused call
+    modules = layer._modules
+    parts: list[Any] = [modules[name] for name in names]
     return parts + [m for part in parts for m in part._modules.values()]
 
 
 def as_written(parts: Sequence[nn.Module], kinds: list[type] | None) -> bool:
-    """Return whether modules are of these classes, and a call of them runs only what `fused` computes."""
+    """Return whether the modules have these classes, and a call of them computes only what `fused` does."""
     if [*map(type, parts)] != kinds or not has_no_overrides(*parts):
         return False
-    # fused nodes multiply by the norms' weights alone, and have one eps
+    # fused nodes take one eps for all norms, and no offset or second rounding
     norms = [m for m in parts if type(m) is RMSNorm]
     return len({m.eps for m in norms}) == 1 and not [m for m in norms if m.offset or m.rounding != "once"]
 

@@ -88,8 +88,8 @@ class CausalRouter(Router):
 
     def choice(self, k: int | float, n: int) -> Choice:
         """Return how this router chooses k of n tokens."""
-        how = super().choice(k, n)._replace(block=self.block, memory=self.memory)
-        return how._replace(k=places(k, n, self.block)) if isinstance(k, float) else how
+        choice = super().choice(k, n)._replace(block=self.block, memory=self.memory)
+        return choice._replace(k=places(k, n, self.block)) if isinstance(k, float) else choice
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, block={self.block}, memory={self.memory}"

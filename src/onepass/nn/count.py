@@ -28,7 +28,7 @@ def check_int(module: str, name: str, value: int, least: int = 0, most: int = 2*
 def check_number(
     module: str, name: str, value: float, accepted: str = "", holds: Callable[[float], bool] = lambda value: True
 ) -> None:
-    """Raise TypeError unless value is an int or a float, ValueError with what is accepted unless `holds` of it."""
+    """Raise TypeError unless value is an int or a float; ValueError, naming what is `accepted`, unless holds(value)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
     if not holds(value):
@@ -42,7 +42,7 @@ def check_flag(module: str, name: str, value: bool) -> None:
 
 
 def refuse_gone(module: str, gone: Any) -> None:
-    """Raise TypeError for arguments that do not exist; tell what to write instead of one that did."""
+    """Raise TypeError for arguments that do not exist; for one that did, say what to write instead."""
     for name in gone:
         raise TypeError(f"{module}: unexpected argument {name}{_GONE.get(name, '')}")
 

@@ -114,17 +114,17 @@ class RoutedCrossAttention(nn.Module):
                 f"got {tuple(context.shape)}"
             )
         if takes_whole_rows(self, x, context):
-            given = x, context, mask, context_mask
-            return whole_rows(RoutedCrossAttention, self, *given, return_routing=return_routing)  # type: ignore[no-any-return]
+            tensors = x, context, mask, context_mask
+            return whole_rows(RoutedCrossAttention, self, *tensors, return_routing=return_routing)  # type: ignore[no-any-return]
         q: RouterOutput = self.router_q(x, asked(self.router_q, self.k_q, x.shape[1]), mask)
-        of_context = asked(self.router_kv, self.k_kv, context.shape[1])
-        kv: RouterOutput = self.router_kv(context, of_context, context_mask)
+        k_context = asked(self.router_kv, self.k_kv, context.shape[1])
+        kv: RouterOutput = self.router_kv(context, k_context, context_mask)
         routing = AttentionRouting(q, kv)
         tokens = self.heavy.norm_q(gather(x, q.indices)), self.heavy.norm_kv(gather(context, kv.indices))
         last = torch.full(q.indices.shape[1:], kv.indices.shape[1], dtype=torch.int32, device=x.device)
         # without a mask, a Router always finds k memories
-        there = None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0
-        update = self.heavy(*tokens, routing, self.null, last, turned=False, mask=there)
+        present = None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0
+        update = self.heavy(*tokens, routing, self.null, last, turned=False, mask=present)
         y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)
         y = scatter_add(y, update, q.gates, q.indices, inplace=plain())
         y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)

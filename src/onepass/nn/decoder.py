@@ -39,7 +39,7 @@ class Decoder:
         head: called with ``(batch, n, dim)``, gives logits ``(batch, n, vocabulary)``.
         batch: how many sequences are written side by side. They may have prompts of unequal lengths.
         max_tokens: how many tokens of a sequence the caches hold, prompt included. One more raises.
-        lookback: how many tokens before it embed gets with a token in steps; −1 before the first.
+        lookback: in steps, embed gets each token with this many before it; −1 before the first.
         temperature: 0 takes the likeliest token, the first of equals.
         top_k: draw from the k likeliest tokens alone.
         top_p: draw from the fewest likeliest tokens alone whose probabilities reach this sum.
@@ -98,11 +98,11 @@ class Decoder:
         self.logits = logits.new_zeros(batch, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         generator = torch.Generator().manual_seed(seed)
         self.numbers = torch.rand(max_tokens + 1, batch, generator=generator, dtype=torch.float64).to(device)
-        # in float64 the choice of keys reads the device, which no graph can
+        # in float64 the host reads which keys were chosen, which no graph can repeat
         self.repeats = weight.is_cuda and uses_triton(weight)
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.captured: dict[str, Any] = {}
-        # a method belongs to its module
+        # embed or head may be a bound method: its module is `__self__`
         parts: dict[str, Any] = {"blocks": nn.ModuleList(self.blocks), "caches": nn.ModuleList(self.caches)}
         parts |= {n: getattr(f, "__self__", f) for n, f in (("embed", embed), ("head", head))}
         self.modules = nn.ModuleDict({name: m for name, m in parts.items() if isinstance(m, nn.Module)})
@@ -151,15 +151,15 @@ class Decoder:
         try:
             self._advance()
         except Exception:
-            # as an embedding refuses a token that it does not have
+            # an embedding may refuse a token: put back what was drawn
             self.tokens.scatter_(1, self.clock.position[:, None], drawn)
             raise
         return self.logits
 
     def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | Tensor | None = None) -> Iterator[Tensor]:
-        """Yield the tokens of :meth:`generate`, (batch, m), as they are written; ends early where all sequences have.
+        """Yield the tokens of :meth:`generate`, (batch, m), as they are written; ends early once all sequences ended.
 
-        m is 1 on a CPU and at most 32 on a GPU, where the host waits once for as many.
+        m is 1 on a CPU and at most 32 on a GPU, where the host waits once per yield.
         """
         check_size("Decoder", "count", count)
         longest, room = max(self._counts(prompt, lengths)), self.clock.max_tokens
@@ -222,24 +222,24 @@ class Decoder:
         self._draw()
 
     def _draw(self) -> None:
-        """Draw the token after the logits."""
-        best, likeliest = self.logits.max(-1, keepdim=True)
-        self.failed |= ~best.isfinite().all()
+        """Draw the next token from the logits."""
+        max_logit, likeliest = self.logits.max(-1, keepdim=True)
+        self.failed |= ~max_logit.isfinite().all()
         at = self.clock.position[:, None]
         if self.temperature:
             # the largest logit becomes 0, so that no temperature is too small to divide by
-            likely = ((self.logits - best).double() / self.temperature).softmax(-1)
+            probs = ((self.logits - max_logit).double() / self.temperature).softmax(-1)
             if self.top_k is not None:
-                of_best = topk(likely, min(self.top_k, likely.shape[-1]), sorted=False)
-                likely = torch.zeros_like(likely).scatter_(1, of_best.indices, of_best.values)
+                top = topk(probs, min(self.top_k, probs.shape[-1]), sorted=False)
+                probs = torch.zeros_like(probs).scatter_(1, top.indices, top.values)
             if self.top_p is not None:
-                ordered, order = likely.sort(dim=-1, descending=True, stable=True)
-                before = ordered.cumsum(-1) - ordered
-                ordered = ordered.masked_fill(before >= self.top_p * likely.sum(-1, keepdim=True), 0)
-                likely = torch.zeros_like(likely).scatter_(1, order, ordered)
-            up_to = likely.cumsum(-1)
-            number = self.numbers.gather(0, at.mT).mT
-            drawn = (up_to <= number * up_to[:, -1:]).sum(-1, keepdim=True).clamp_max(likely.shape[-1] - 1)
+                descending, order = probs.sort(dim=-1, descending=True, stable=True)
+                before = descending.cumsum(-1) - descending
+                descending = descending.masked_fill(before >= self.top_p * probs.sum(-1, keepdim=True), 0)
+                probs = torch.zeros_like(probs).scatter_(1, order, descending)
+            cumulative = probs.cumsum(-1)
+            uniform = self.numbers.gather(0, at.mT).mT
+            drawn = (cumulative <= uniform * cumulative[:, -1:]).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
         else:
             drawn = likeliest
         if self.stop is not None:
@@ -259,7 +259,7 @@ class Decoder:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture a step of any token; of routed blocks also one of a token that begins a window for some sequence."""
+        """Capture a step; with routed blocks a second one, for tokens that begin a window of some sequence."""
         stream = torch.cuda.Stream(self.tokens.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with collected(), torch.cuda.device(self.tokens.device):

@@ -1,4 +1,4 @@
-"""`Experts`: each token to the feed-forwards that a router chooses for it, its balance and its losses."""
+"""`Experts`: a router sends each token to a few of many feed-forwards; balance and losses of the router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExpertRouting(NamedTuple):
 
 
 class _Logits(nn.Linear):
-    """The router's weight, drawn from N(0, 1/dim)."""
+    """The router: logits in fp32 or wider, its weight drawn from N(0, 1/dim)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
@@ -49,7 +49,7 @@ class _Logits(nn.Linear):
 
 
 class _Shared(nn.Module):
-    """The feed-forward of all tokens, without a norm: it takes what the experts take."""
+    """The feed-forward of all tokens, without a norm: it reads the normed tokens that the experts read."""
 
     def __init__(self, dim: int, hidden: int, activation: str, **factory: Any) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Experts(nn.Module):
         nn.init.zeros_(self.tokens_per_expert)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # layer.bfloat16() leaves bias and counts in fp32: they move by a thousandth and by one
+        # layer.bfloat16() leaves bias and counts in fp32: bf16 would lose steps of a thousandth and of one
         exact = {name: self._buffers[name] for name in ("expert_bias", "tokens_per_expert")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, t in exact.items():
@@ -187,31 +187,31 @@ class Experts(nn.Module):
         else:
             u = self.norm(x)
         u, router = u.reshape(-1, self.dim), self.router
-        how = self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
+        options = self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
         if type(router) is _Logits and has_no_overrides(router):
-            weights, logits, indices, counts = choice.choose_experts(u, router.weight, *how)
+            weights, logits, indices, counts = choice.choose_experts(u, router.weight, *options)
         else:  # a hook, or an adapter in its place
             logits = router(u).to(torch.promote_types(u.dtype, torch.float32))
-            weights, indices, counts = definition.choose(logits, *how)
+            weights, indices, counts = definition.choose(logits, *options)
         if self.training and not torch._C._are_functorch_transforms_active():
-            if self.tokens_per_expert.is_meta and not counts.is_meta:  # load_state_dict(assign=True) brings none
+            if self.tokens_per_expert.is_meta and not counts.is_meta:  # load_state_dict(assign=True) has none
                 self.tokens_per_expert = torch.zeros_like(self.expert_bias)
-            _here(self.tokens_per_expert).add_(_here(counts))
+            _local(self.tokens_per_expert).add_(_local(counts))
         y = experts(u, indices, weights, *matrices[:2], activation=self.activation, gate=matrices[2])
         if self.shared is not None:
             y = y + (self.shared(u) if mask is None else self.shared(u) * mask[:, None])
         y = y.to(x.dtype).view(x.shape)
         if not return_routing:
             return y
-        chosen, logits = (*x.shape[:-1], self.top_k), logits.view(*x.shape[:-1], self.num_experts)
-        return y, ExpertRouting(indices.view(chosen), weights.view(chosen), logits, counts)
+        shape, logits = (*x.shape[:-1], self.top_k), logits.view(*x.shape[:-1], self.num_experts)
+        return y, ExpertRouting(indices.view(shape), weights.view(shape), logits, counts)
 
     def extra_repr(self) -> str:
         options = "num_experts", "top_k", "hidden_dim", "activation", "score_func"
         return ", ".join((str(self.dim), *(f"{name}={getattr(self, name)!r}" for name in options)))
 
 
-def _here(t: Tensor) -> Tensor:
+def _local(t: Tensor) -> Tensor:
     """Return this device's part of a DTensor; any other tensor as it is."""
     return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[no-any-return]
 
@@ -242,7 +242,7 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
     layers = [m for m in model.modules() if isinstance(m, Experts)]
     if not layers:
         return
-    counts = torch.cat([_here(m.tokens_per_expert) for m in layers])
+    counts = torch.cat([_local(m.tokens_per_expert) for m in layers])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
     for layer, count in zip(layers, torch.split(counts, [m.num_experts for m in layers]), strict=True):
@@ -251,16 +251,16 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
 
 def move_bias(layer: Experts, count: Tensor) -> None:
     """Move a bias by the counts of all processes, and clear those of this one."""
-    _here(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
-    _here(layer.tokens_per_expert).zero_()
+    _local(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
+    _local(layer.tokens_per_expert).zero_()
 
 
-def _of_real(op: str, routing: ExpertRouting, of: Any) -> Tensor:
-    """Return the mean over real tokens of what `of` makes of their logits."""
+def _mean_over_real(op: str, routing: ExpertRouting, function: Any) -> Tensor:
+    """Return the mean of function(logits) over the real tokens."""
     if not isinstance(routing, ExpertRouting):
         raise TypeError(f"{op}: routing must be layer(x, return_routing=True)[1], got {type(routing).__name__}")
     real = routing.indices[..., 0] >= 0
-    return torch.where(real[..., None], of(routing.logits), 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
+    return torch.where(real[..., None], function(routing.logits), 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
 
 
 def load_balancing_loss(routing: ExpertRouting) -> Tensor:
@@ -278,7 +278,7 @@ def load_balancing_loss(routing: ExpertRouting) -> Tensor:
         >>> bool(load_balancing_loss(routing) > 0)
         True
     """
-    p = _of_real("load_balancing_loss", routing, lambda z: z.softmax(-1))
+    p = _mean_over_real("load_balancing_loss", routing, lambda z: z.softmax(-1))
     return len(p) * (routing.counts / routing.counts.sum().clamp(min=1) * p).sum()
 
 
@@ -294,4 +294,4 @@ def router_z_loss(routing: ExpertRouting) -> Tensor:
         >>> router_z_loss(routing).shape
         torch.Size([])
     """
-    return _of_real("router_z_loss", routing, lambda z: z.logsumexp(-1, keepdim=True).square())[0]
+    return _mean_over_real("router_z_loss", routing, lambda z: z.logsumexp(-1, keepdim=True).square())[0]

@@ -42,10 +42,10 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
     if not (isinstance(router, Router) and stride):
         return y
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
-    same = plain(y, x) and not y._is_view()
+    in_place = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
-    rest = x.detach(), router.weight, mask, stride, router.explore, same
-    return (_explore if same else _Explore.apply)(y, *rest)
+    rest = x.detach(), router.weight, mask, stride, router.explore, in_place
+    return (_explore if in_place else _Explore.apply)(y, *rest)
 
 
 class _Explore(torch.autograd.Function):
@@ -55,14 +55,14 @@ class _Explore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, same: bool
+        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, in_place: bool
     ) -> Tensor:  # fmt: skip
-        return y if same else y.view_as(y)
+        return y if in_place else y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, x, weight, mask, ctx.stride, ctx.explore_weight, same = inputs
-        if same:
+        y, x, weight, mask, ctx.stride, ctx.explore_weight, in_place = inputs
+        if in_place:
             ctx.mark_dirty(y)
         ctx.save_for_backward(x, weight, mask)
 
@@ -78,8 +78,8 @@ class _Explore(torch.autograd.Function):
         explore_grad = explore_gradient(grad.detach().view(x.shape), mask, ctx.stride, scale)
         explore_grad = explore_grad * torch.rsqrt(square + dim * NORM_EPS)
         # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
-        toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
-        return grad, None, toward.to(weight.dtype), None, None, None, None
+        weight_grad = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
+        return grad, None, weight_grad.to(weight.dtype), None, None, None, None
 
 
 _explore: Callable[..., Tensor] = fast_apply(_Explore)

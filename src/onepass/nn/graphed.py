@@ -15,7 +15,7 @@ from .count import check_size
 
 
 class _Fresh(torch.autograd.Function):
-    """The tensors as they are; their gradients as copies.
+    """Identity on tensors, whose backward copies the gradients.
 
     The graph writes its gradients to the same memory in every replay. Autograd keeps the first gradient of a leaf
     without copying it: the next replay would overwrite what has been accumulated.
@@ -41,10 +41,10 @@ _SIMPLE = {bool, int, float, str, torch.dtype, type(None)}
 
 
 def _settings(module: nn.Module, owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield what a graph can't follow of a module, and of the object whose method was captured.
+    """Yield the state whose changes a captured graph does not see: of a module, and of the object that captured it.
 
-    These are numbers, flags, classes, hooks and own forwards of all modules, and addresses of parameters and buffers;
-    of the owner its numbers, flags, functions and addresses of tensors.
+    Of all modules: numbers, flags, classes, hooks, forwards set on instances, addresses of parameters and buffers. Of
+    the owner: numbers, flags, functions and addresses of tensors.
     """
     for key, value in () if owner is None else vars(owner).items():
         if type(value) in _SIMPLE or callable(value):
@@ -52,19 +52,19 @@ def _settings(module: nn.Module, owner: object) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, Tensor):
             yield key, (value.data_ptr(), value.requires_grad)
     for name, m in module.named_modules():
-        begin, own = f"{name}." if name else "", m.__dict__
-        yield f"{begin}__class__", type(m)
-        for key, value in own.items():
+        prefix, state = f"{name}." if name else "", m.__dict__
+        yield f"{prefix}__class__", type(m)
+        for key, value in state.items():
             if type(value) in _SIMPLE or key == "forward":
-                yield begin + key, value
+                yield prefix + key, value
             elif value and key.endswith("_hooks"):
-                yield begin + key, list(value)
-        for key, t in (*own["_parameters"].items(), *own["_buffers"].items()):
-            yield begin + key, None if t is None else (t.data_ptr(), t.requires_grad)
+                yield prefix + key, list(value)
+        for key, t in (*state["_parameters"].items(), *state["_buffers"].items()):
+            yield prefix + key, None if t is None else (t.data_ptr(), t.requires_grad)
 
 
 def settings(module: nn.Module, device: torch.device, owner: object = None) -> dict[str, Any]:
-    """Return all that a captured graph repeats, by name."""
+    """Return by name all settings that a captured graph repeats."""
     kind = device.type
     return {
         **dict(_settings(module, owner)),
@@ -80,8 +80,8 @@ def refuse_changed(before: dict[str, Any], now: dict[str, Any], caller: str = "g
     for name in before | now:
         was, is_now = before.get(name), now.get(name)
         if type(was) is not type(is_now) or was != is_now:
-            known = "was replaced" if isinstance(is_now, tuple) else f"was {was!r}, is now {is_now!r}"
-            raise ValueError(f"{caller}: {name} {known} since the capture: capture another")
+            change = "was replaced" if isinstance(is_now, tuple) else f"was {was!r}, is now {is_now!r}"
+            raise ValueError(f"{caller}: {name} {change} since the capture: capture another")
 
 
 def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     A graph costs the host a few µs where a routed block's launches take milliseconds. Results are bit-equal to those of
     the module. Gradients accumulate in ``.grad`` as always; an optimizer reads and writes the same parameters.
 
-    A graph repeats one shape, one dtype, one set of settings, what hooks did to the tensors. The function refuses any
+    A graph repeats one shape, one dtype, one set of settings, and what hooks did to tensors. The function refuses any
     other call by name. The values in the tensors, masks included, are free to change.
 
     Args:
@@ -132,13 +132,13 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     device, n = tensors[0].device, len(tensors)
     captured = settings(module, device)
     autocast = captured["autocast"]
-    # the parameters as arguments, so that each call hands in views of its own; a frozen one needs no gradient
+    # parameters become arguments, so that each call hands in new views; a frozen one needs no gradient
     parameters = [p for p in module.parameters() if p.requires_grad]
-    # how many there were: the activations of a graph are those of the last one
+    # the number of calls so far: a graph holds the activations of the last one alone
     calls = [0]
 
-    def body(*given: Tensor) -> Any:
-        return module(*given[:n])
+    def body(*inputs: Tensor) -> Any:
+        return module(*inputs[:n])
 
     # autocast's cache would tie the graph to casts that live only as long as the context
     with (
@@ -149,20 +149,20 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
             body, (*tensors, *parameters), num_warmup_iters=warmup, allow_unused_input=True
         )
 
-    def run(*given: Tensor) -> Any:
-        refuse_changed(samples, _described(given))
+    def run(*inputs: Tensor) -> Any:
+        refuse_changed(samples, _described(inputs))
         refuse_changed(captured, settings(module, device))
-        return replay(*_Fresh.apply(calls, *given, *parameters))  # type: ignore[no-untyped-call]
+        return replay(*_Fresh.apply(calls, *inputs, *parameters))  # type: ignore[no-untyped-call]
 
     return run
 
 
 def _described(tensors: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what a graph can't follow of its arguments, by name; raise TypeError unless they are tensors."""
-    found: dict[str, Any] = {"the number of tensors": len(tensors)}
+    """Return by name what a graph fixes of its arguments; raise TypeError unless they are tensors."""
+    described: dict[str, Any] = {"the number of tensors": len(tensors)}
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
             raise TypeError(f"graphed: argument {i} must be a tensor, got {type(t).__name__}")
-        found[f"the shape of tensor {i}"] = list(t.shape)
-        found |= {f"the {what} of tensor {i}": getattr(t, what) for what in ("dtype", "device", "requires_grad")}
-    return found
+        described[f"the shape of tensor {i}"] = list(t.shape)
+        described |= {f"the {name} of tensor {i}": getattr(t, name) for name in ("dtype", "device", "requires_grad")}
+    return described

@@ -85,7 +85,7 @@ class LocalAttention(nn.Module):
 
 def check_heads(name: str, dim: int, heads: int, dim_head: int) -> None:
     """Raise TypeError unless the sizes are ints, ValueError unless they are ≥ 1 and dim_head is even."""
-    for what, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
-        check_size(name, what, size)
+    for argument, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
+        check_size(name, argument, size)
     if dim_head % 2:
         raise ValueError(f"{name}: dim_head must be even (rotary positions turn pairs of channels), got {dim_head}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.ops.norm.op import layer_norm, rms_norm
 
-torch.fx.wrap("layer_norm")  # torch.fx takes the call whole, as it does torch's norms: a swapped model is traced
+torch.fx.wrap("layer_norm")  # torch.fx traces the call as one node, as it does torch's norms
 torch.fx.wrap("rms_norm")
 
 
@@ -112,7 +112,7 @@ class RMSNorm(nn.RMSNorm):
         tensor([0., 0.])
     """
 
-    # also of modules that were pickled before they had it
+    # a class attribute: modules that were pickled before it existed have it too
     rounding: Literal["once", "twice"] = "once"
 
     def __init__(

@@ -1,6 +1,6 @@
 """Batches of unequal sequences: padded, with a mask, or packed one after another, with `cu_seqlens`.
 
-Layers compute packed sequences on a padded batch. A share counts real tokens, so each gets what it gets alone.
+Layers compute packed sequences on a padded batch. A share counts real tokens, so each sequence gets what it gets alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
 
 
 def checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return cu_seqlens; raise TypeError or ValueError unless a call gave packed tokens x and nothing else."""
+    """Return cu_seqlens; raise TypeError or ValueError unless a call gave packed tokens x, and no mask."""
     if cu_seqlens is None:
         raise ValueError(f"{caller}: max_seqlen belongs to cu_seqlens, which is not given")
     if mask is not None:

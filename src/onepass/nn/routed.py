@@ -95,7 +95,7 @@ class Routed(Layer):
         check_count(type(self).__name__, "k", k)
         refuse_gone(type(self).__name__, gone)
         if isinstance(k, int) and k == 1:
-            level = 2  # the line that made the layer, not one of the package
+            level = 2  # warn about the user's line, not one of the package
             while sys._getframe(level - 1).f_globals["__name__"].startswith("onepass."):
                 level += 1
             warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=level)
@@ -116,11 +116,11 @@ class Routed(Layer):
         routing = self.router(x, k, mask)
         y = self._branch("light", x)
         if routing.indices.shape[-1] or not x.numel():
-            # also of a batch without tokens: every weight has a gradient then, as on other processes of DDP
+            # a batch without tokens comes here too, so that every weight has a gradient, as on other DDP processes;
             # a missing token is gathered as zeros, and its output is not used
             chosen = gather(x, routing.indices).flatten(1, -2)
             update = self._branch("heavy", chosen).reshape(*routing.indices.shape, x.shape[-1])
-            # not in place: a module may return x, a hook may keep what it saw
+            # not in place: a branch may have returned x itself, and a hook may keep y
             y = scatter_add(y, update, routing.gates, routing.indices)
         return explore(y, x, self.router, k, mask), routing
 
@@ -135,7 +135,7 @@ class Routed(Layer):
         return y, routing
 
     def _branch(self, name: str, tokens: Tensor) -> Tensor:
-        """Return what a branch makes of tokens; raise ValueError unless it keeps their shape."""
+        """Return the output of a branch; raise ValueError unless it has the shape of the tokens."""
         y: Tensor = getattr(self, name)(tokens)
         if y.shape != tokens.shape:
             raise ValueError(
@@ -166,7 +166,7 @@ class RoutedFeedForward(Routed):
 
     Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
     under autocast, `torch.compile`, `torch.export` and activation checkpointing. Losses on gates and scores reach x and
-    the router; so does the gradient of y, in the fused form (docs/in_program.md) by no path through these two.
+    the router. So does the gradient of y; in the fused form (docs/in_program.md) it does not pass through these two.
 
     Raises:
         TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
@@ -192,8 +192,8 @@ class RoutedFeedForward(Routed):
         def branch(name: str, mult: float) -> FeedForward:
             check_number("RoutedFeedForward", name, mult)
             if not 1 <= dim * mult < math.inf:
-                told = f"{name} = {mult} of dim {dim} leaves a hidden width of {dim * mult:g}"
-                raise ValueError(f"RoutedFeedForward: {told}; it must be finite and ≥ 1")
+                problem = f"{name} = {mult} of dim {dim} leaves a hidden width of {dim * mult:g}"
+                raise ValueError(f"RoutedFeedForward: {problem}; it must be finite and ≥ 1")
             return FeedForward(dim, int(dim * mult), bias=bias, device=device, dtype=dtype)
 
         check_size("RoutedFeedForward", "dim", dim)
@@ -209,7 +209,7 @@ class RoutedFeedForward(Routed):
         self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False,
         cache: ChoiceCache | None = None,
     ) -> tuple[Tensor, RouterOutput]:  # fmt: skip
-        """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
+        """Compute what `composed` does, plus x with `residual`, as one autograd node or one operator."""
         n, (router, _, _, norm, up, down, heavy_norm, heavy_up, heavy_down) = x.shape[1], parts_of(self, *_PARTS)
         check_mask("Router", x, mask)
         plan = Plan(
@@ -235,7 +235,7 @@ class RoutedFeedForward(Routed):
         return branch_dtype(x, mask, weights, multiplied)
 
 
-# the modules that `fused` replaces, then those in them, with either router
+# what `fused` replaces: the classes of the parts, then of the modules in them, for either router
 _PARTS = "router", "light", "heavy"
 _KINDS: dict[type, list[type]] = {
     router: [router, FeedForward, FeedForward, *2 * (RMSNorm, nn.Linear, nn.Linear)]

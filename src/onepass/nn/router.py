@@ -139,9 +139,9 @@ class Router(nn.Module):
         return Choice(count(k, n), self.eps, KINDS.index(self.kind), self.gate == "straight_through", share=share)
 
     def explore_stride(self, k: int | float, n: int) -> int:
-        """Return how far the tokens lie apart that give a gradient in backward without being chosen; 0: none does.
+        """Return the distance n/k of the tokens that `explore` samples in backward; 0: it samples none.
 
-        n/k, which a share knows without the number of tokens.
+        A share k needs no n for it.
         """
         if not (self.training and self.explore > 0 and torch.is_grad_enabled() and self.weight.requires_grad):
             return 0
@@ -152,7 +152,7 @@ class Router(nn.Module):
         if isinstance(symbolic, torch.SymInt):
             from torch.fx.experimental.symbolic_shapes import statically_known_true  # it loads sympy
 
-            # to compare would tie the graph to some lengths
+            # a comparison would tie the graph to some lengths
             return 0 if statically_known_true(symbolic >= n) else n // k
         return n // k if 0 < k < n else 0
 

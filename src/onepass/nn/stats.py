@@ -75,11 +75,11 @@ def routing_stats(
         >>> numbers["0.router/share"], "1.router/overlap" in numbers
         (0.125, True)
     """
-    counted: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     none = [None] * len(passes)
-    for name, found in (("masks", masks), ("context_masks", context_masks)):
-        if found is not None and len(found) != len(passes):
-            raise ValueError(f"routing_stats: {name} must be one for each of {len(passes)} passes, got {len(found)}")
+    for name, per_pass in (("masks", masks), ("context_masks", context_masks)):
+        if per_pass is not None and len(per_pass) != len(passes):
+            raise ValueError(f"routing_stats: {name} must be one for each of {len(passes)} passes, got {len(per_pass)}")
     for routings, mask, context_mask in zip(passes, masks or none, context_masks or none, strict=True):
         named = routings if isinstance(routings, Mapping) else {str(i): each for i, each in enumerate(routings)}
         before: dict[str, Tensor] = {}
@@ -93,14 +93,14 @@ def routing_stats(
                 router, role = f"{name}.{path}", path.rpartition(".")[2]
                 of_context = context_mask is not None and path == "router_kv"
                 counts, before[role] = _count(output, context_mask if of_context else mask, before.get(role))
-                counted[router] = counted[router] + counts if router in counted else counts
-    if not counted:
+                totals[router] = totals[router] + counts if router in totals else counts
+    if not totals:
         return {}
-    device = next(iter(counted.values())).device
-    sums = torch.stack([counts.to(device) for counts in counted.values()])
+    device = next(iter(totals.values())).device
+    sums = torch.stack([counts.to(device) for counts in totals.values()])
     rows = (sums if total is None else total(sums)).tolist()
     out = {}
-    for name, (real, chosen, compared, both, gates, high, low, *bins) in zip(counted, rows, strict=True):
+    for name, (real, chosen, compared, both, gates, high, low, *bins) in zip(totals, rows, strict=True):
         if real:
             out[f"{name}/share"] = chosen / real
         if chosen:
@@ -114,7 +114,7 @@ def routing_stats(
 
 
 def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the counts of one router, int64, and which tokens it chose; `before`: those that another chose before."""
+    """Return a router's counts, int64, and which tokens it chose; `before`: those that the layer before chose."""
     indices, gates, scores = output
     batch, n = scores.shape[0], scores.shape[-1]
     if mask is not None:
@@ -123,7 +123,7 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
             raise ValueError(f"routing_stats: mask must be (batch, n) = {(batch, n)}, got {tuple(mask.shape)}")
         check.same_device("routing_stats", "mask", mask, "the scores", scores)
     real = scores.new_ones((batch, n), dtype=torch.bool) if mask is None else mask
-    there, flat = indices >= 0, indices.flatten(1)
+    present, flat = indices >= 0, indices.flatten(1)
     # column n takes the missing choices
     chosen = real.new_zeros((batch, n + 1)).scatter_(1, flat.where(flat >= 0, n), True)[:, :n] & real
     # bins divide the real tokens, so padding moves no token to another bin
@@ -132,11 +132,11 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
         0, (place.clamp_min(0) * BINS // length).flatten(), chosen.flatten().long()
     )
     total, none = chosen.sum(), flat.new_zeros(())
-    same = before is not None and before.shape == chosen.shape
-    compared = (total, (chosen & before.to(chosen.device)).sum()) if same and before is not None else (none, none)
+    comparable = before is not None and before.shape == chosen.shape
+    compared = (total, (chosen & before.to(chosen.device)).sum()) if comparable and before is not None else (none, none)
     counts = [
-        real.sum(), total, *compared, there.sum(),
-        (there & (gates >= 1 - SATURATED)).sum(), (there & (gates <= SATURATED)).sum(),
+        real.sum(), total, *compared, present.sum(),
+        (present & (gates >= 1 - SATURATED)).sum(), (present & (gates <= SATURATED)).sum(),
     ]  # fmt: skip
     return torch.cat([torch.stack(counts), bins]), chosen
 

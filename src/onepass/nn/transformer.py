@@ -33,7 +33,7 @@ EPS = 1e-6
 
 
 class Sequences(NamedTuple):
-    """Where packed tokens stand: in their sequence, where it begins, and where it ends; (total,) int32 each."""
+    """Packed tokens' positions in their sequences, and where each one's sequence begins and ends; (total,) int32."""
 
     positions: Tensor
     begin: Tensor
@@ -158,8 +158,8 @@ class TransformerBlock(Block):
                 f"{name}: dim must be a multiple of dim_head where heads is not given, got dim = {dim} and dim_head = "
                 f"{dim_head}: write heads="
             )
-        for what, size in (("window", window), ("hidden_dim", hidden_dim)):
-            check_size(name, what, 1 if size is None else size)
+        for argument, size in (("window", window), ("hidden_dim", hidden_dim)):
+            check_size(name, argument, 1 if size is None else size)
         check_int(name, "num_experts", num_experts)
         check_flag(name, "causal", causal)
         check_number(name, "dropout", dropout, "between 0 and 1", lambda dropout: 0 <= dropout <= 1)
@@ -190,13 +190,13 @@ class TransformerBlock(Block):
         row, positions = slots // max(real.shape[1], 1), slots % max(real.shape[1], 1)
         begin = torch.arange(total, device=x.device) - positions
         end = begin + real.sum(-1).index_select(0, row)
-        where = Sequences(*(t.to(torch.int32) for t in (positions, begin, end)))
-        y, routing = self.composed(tokens, None, where)
+        sequences = Sequences(*(t.to(torch.int32) for t in (positions, begin, end)))
+        y, routing = self.composed(tokens, None, sequences)
         return y.view(x.shape), routing
 
     @torch.no_grad()
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
-        """Read one more token of each sequence, or a prompt."""
+        """Read a prompt, or one more token of each sequence."""
         with cache.reading(self, x, mask):
             return self.composed(x, mask, None, cache.attention)
 
@@ -220,12 +220,12 @@ class TransformerBlock(Block):
 
 def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
-    rows = next_power_of_2(n) if plain(like) else n  # kept ones serve other lengths, too
+    rows = next_power_of_2(n) if plain(like) else n  # the cached angles serve other lengths, too
     cos, sin = known(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
     return (cos, sin) if rows == n else (cos[:n], sin[:n])
 
 
 def _angles(rows: int, width: int, wide: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    kind: dict[str, Any] = {"device": device, "dtype": torch.float64}
-    angle = torch.arange(rows, **kind)[:, None] * BASE ** (-torch.arange(0, width, 2, **kind) / width)
+    options: dict[str, Any] = {"device": device, "dtype": torch.float64}
+    angle = torch.arange(rows, **options)[:, None] * BASE ** (-torch.arange(0, width, 2, **options) / width)
     return angle.cos().to(wide), angle.sin().to(wide)

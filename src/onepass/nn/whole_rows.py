@@ -1,4 +1,4 @@
-"""Layers of DTensors whose rows are whole on each device: DTensors at the door, plain tensors inside."""
+"""Layers called with DTensors of whole rows: each device computes its own rows on plain tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .packed import check_mask
 
 
 def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
-    """Return whether tokens are DTensors and no hook inside makes DTensors again, as those of tensor parallelism do.
+    """Return whether tokens are DTensors and no module inside has hooks, which (in tensor parallelism) need DTensors.
 
     Raises:
-        ValueError: tokens are in shards along their rows, or hooks inside would meet what torch's operators on DTensors
-            do not take.
+        ValueError: tokens are sharded within rows, or with hooks inside, torch's operators would fail on DTensors: a
+            weight is plain, or the devices do not divide the rows.
     """
-    # without an import of torch.distributed
+    # look up without an import: where nobody imported it, no tensor is a DTensor
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     placed = [] if tensors is None else [x for x in tokens if isinstance(x, tensors.DTensor)]
     if not placed:
@@ -45,85 +45,85 @@ def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
     return False
 
 
-def whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
-    """Return kind.forward(layer, *given, **options) for DTensors: each device computes the rows that it has.
+def whole_rows(kind: Any, layer: nn.Module, *args: Any, **options: Any) -> Any:
+    """Return kind.forward(layer, *args, **options) for DTensors: each device computes its own rows.
 
-    The first half of `given` are tokens (batch, n, dim), the second their masks. Other placements than Replicate and
+    The first half of `args` are tokens (batch, n, dim), the second their masks. Other placements than Replicate and
     those of the batch are redistributed, as for torch's own operators.
     """
     if torch.compiler.is_compiling():
         # dynamo would trace collectives for a minute, or fail
-        return torch.compiler.disable(_whole_rows)(kind, layer, *given, **options)  # type: ignore[no-untyped-call]
-    return _whole_rows(kind, layer, *given, **options)
+        return torch.compiler.disable(_whole_rows)(kind, layer, *args, **options)  # type: ignore[no-untyped-call]
+    return _whole_rows(kind, layer, *args, **options)
 
 
-def _whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
+def _whole_rows(kind: Any, layer: nn.Module, *args: Any, **options: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    name, half = type(layer).__name__, len(given) // 2
+    name, half = type(layer).__name__, len(args) // 2
     keys = ("x", "mask") if half == 1 else ("x", "context", "mask", "context_mask")
-    for key, t in zip(keys, given, strict=True):
+    for key, t in zip(keys, args, strict=True):
         if t is not None and not isinstance(t, DTensor):
             raise TypeError(f"{name}: {key} must be a DTensor, as the other tensors are; use distribute_tensor")
-    for t, mask, key in zip(given[:half], given[half:], keys[half:], strict=True):
+    for t, mask, key in zip(args[:half], args[half:], keys[half:], strict=True):
         check_mask(name, t, mask, key)
-    x = given[0]
+    x = args[0]
     mesh, batch = x.device_mesh, x.shape[0]
     placements = tuple(p if type(p) is Shard and p.dim == 0 else Replicate() for p in x.placements)
     parts: list[Any] = [
-        None if t is None else t.redistribute(placements=placements).to_local(grad_placements=placements) for t in given
+        None if t is None else t.redistribute(placements=placements).to_local(grad_placements=placements) for t in args
     ]
-    here = parts[0].shape[0]
-    if not here:
-        # a row of zeros, so that all devices have gradients of the same weights
+    local_rows = parts[0].shape[0]
+    if not local_rows:
+        # a device without rows computes one of zeros, so that all devices have gradients of the same weights
         parts = [None if t is None else F.pad(t, (0, 0) * (t.dim() - 1) + (0, 1)) for t in parts]
     weights = opened(name, mesh, placements, parameters(layer))
     named = *layer.named_parameters(), *layer.named_buffers()
     plain = {f"layer.{n}": weights.get(id(p), p) for n, p in named}
 
-    def leave(found: Any) -> Any:
-        if not isinstance(found, Tensor):
-            return getattr(found, "_make", tuple)(map(leave, found))
-        found = found[:here].contiguous()
-        shape = torch.Size((batch, *found.shape[1:]))
-        return DTensor.from_local(found, mesh, placements, run_check=False, shape=shape, stride=found.stride())
+    def leave(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return getattr(result, "_make", tuple)(map(leave, result))
+        result = result[:local_rows].contiguous()
+        shape = torch.Size((batch, *result.shape[1:]))
+        return DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=result.stride())
 
     return leave(functional_call(_Forward(kind, layer), plain, (), {**dict(zip(keys, parts, strict=True)), **options}))
 
 
 class _Forward(nn.Module):
-    """The forward of a layer's class: its hooks, and the forward of a subclass, have seen DTensors already."""
+    """Calls ``kind.forward``: the layer's hooks, and a subclass's forward, have run on the DTensors already."""
 
     def __init__(self, kind: Any, layer: nn.Module) -> None:
         super().__init__()
         self.kind, self.layer = kind, layer
 
-    def forward(self, **given: Any) -> Any:
-        return self.kind.forward(self.layer, **given)
+    def forward(self, **inputs: Any) -> Any:
+        return self.kind.forward(self.layer, **inputs)
 
 
 def opened(name: str, mesh: Any, placements: Any, weights: list[Any]) -> dict[int, Tensor]:
-    """Return weights of DTensors as plain tensors, by id; their gradients are summed over all parts of x at once."""
+    """Return DTensor weights as plain tensors, by id; one all-reduce sums their gradients over all devices' rows."""
     from torch.distributed.tensor import DTensor
 
-    found: dict[int, Tensor] = {}
-    learn = {}
+    local_weights: dict[int, Tensor] = {}
+    trained = {}
     for p in (p for p in weights if isinstance(p, DTensor)):
         if p.device_mesh != mesh:
             raise ValueError(f"{name}: weights are on {p.device_mesh} but x is on {mesh}; use one mesh")
         if p.requires_grad and torch.is_grad_enabled():
-            learn[id(p)] = p
+            trained[id(p)] = p
         else:
-            found[id(p)] = _local(_whole(p))
-    if learn:
+            local_weights[id(p)] = _local(_whole(p))
+    if trained:
         groups = [mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()]
-        plain = _Opened.apply(groups, *learn.values())  # type: ignore[no-untyped-call]
-        found.update(zip(learn, plain, strict=True))
-    return found
+        plain = _Opened.apply(groups, *trained.values())  # type: ignore[no-untyped-call]
+        local_weights.update(zip(trained, plain, strict=True))
+    return local_weights
 
 
 def parameters(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, shared ones each time: torch's own walk takes five times as long."""
+    """Return parameters and buffers, shared ones repeatedly: `module.parameters()` takes five times as long."""
     inner = (p for m in module._modules.values() if m is not None for p in parameters(m))
     return [p for p in (*module._parameters.values(), *module._buffers.values(), *inner) if p is not None]
 
@@ -137,7 +137,7 @@ def _whole(p: Any) -> Any:
 
 
 def _local(t: Any) -> Tensor:
-    # at hand, where `to_local` makes a view; the result of a collective may still be on its way
+    # `to_local` would make a view; the result of a collective may still be on its way
     part = t._local_tensor
     return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ class _Opened(torch.autograd.Function):
         whole = [_whole(w) for w in weights]
         ctx.groups, ctx.specs, ctx.placements = groups, [w._spec for w in whole], [w.placements for w in weights]
         ctx.set_materialize_grads(False)
-        # an alias: autograd marks what a Function returns
+        # aliases, because autograd marks the tensors that a Function returns
         return tuple(_local(w).detach() for w in whole)
 
     @staticmethod
@@ -159,13 +159,13 @@ class _Opened(torch.autograd.Function):
 
         # `from_local` takes four times as long, for each weight; typed since torch 2.14
         make: Any = DTensor
-        found = [
+        gradients = [
             None if g is None else make(g, copy(spec), requires_grad=False)
             for g, spec in zip(total(grads, ctx.groups), ctx.specs, strict=True)
         ]
         return None, *(
             g if g is None or g.placements == placed else g.redistribute(placements=placed)
-            for g, placed in zip(found, ctx.placements, strict=True)
+            for g, placed in zip(gradients, ctx.placements, strict=True)
         )
 
 
@@ -175,16 +175,16 @@ def total(grads: tuple[Tensor | None, ...], groups: list[Any]) -> list[Tensor | 
 
     out: list[Tensor | None] = [None] * len(grads)
     for dtype in {g.dtype: None for g in grads if g is not None}:
-        # each begins at a whole number of 128 bytes, as kernels like it
+        # each tensor begins at a multiple of 128 bytes, so that kernels load whole vectors
         grain = 128 // dtype.itemsize
-        some = [(i, g) for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        sizes = [size for _, g in some for size in (g.numel(), -g.numel() % grain)]
-        flat = some[0][1].new_zeros(sum(sizes))
+        pairs = [(i, g) for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        sizes = [size for _, g in pairs for size in (g.numel(), -g.numel() % grain)]
+        flat = pairs[0][1].new_zeros(sum(sizes))
         pieces: Any = torch.split_with_sizes(flat, sizes)
-        views = [t if g.dim() == 1 else t.view(g.shape) for t, (_, g) in zip(pieces[::2], some, strict=True)]
-        torch._foreach_copy_(views, [g for _, g in some])
+        views = [t if g.dim() == 1 else t.view(g.shape) for t, (_, g) in zip(pieces[::2], pairs, strict=True)]
+        torch._foreach_copy_(views, [g for _, g in pairs])
         for group in groups:
             dist.all_reduce(flat, group=group)
-        for (i, _), t in zip(some, views, strict=True):
+        for (i, _), t in zip(pairs, views, strict=True):
             out[i] = t
     return out
