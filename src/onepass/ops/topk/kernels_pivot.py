@@ -5,9 +5,9 @@ whatever the sample says. Where it misleads, `choose_kernel` reads the row again
 their candidates in the order in which they reserve room, which differs from run to run. The set of candidates is always
 the same, and so is the choice among them.
 
-A few scores of wide rows (`wide_kernel`): order a row's groups by their largest score: the k best scores stand in the
-first k groups, and none of them is below the k-th of these maxima. So one read of the row, one comparison a score,
-gives a bound that few scores reach, and these are in groups that are known.
+A few scores of wide rows (`wide_kernel`): take the maximum of each group of a row. The k best scores are in the k
+groups with the largest maxima, and none is below the k-th of these maxima. So one read of the row, one comparison a
+score, gives a bound that few scores reach, and the groups that hold them.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def pivot_kernel(
     first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
     scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
     group = tl.arange(0, GROUPS).to(tl.int64)
-    before = first // GROUP
-    n_groups = (last + GROUP - 1) // GROUP - before
+    first_group = first // GROUP
+    n_groups = (last + GROUP - 1) // GROUP - first_group
     whole = n_groups <= GROUPS
-    # one group of each of GROUPS equal parts of the row, at a place that repeats with no period of the data
-    spare = tl.maximum(n_groups // GROUPS, 1)
-    scattered = ((group * 2654435769) & 0xFFFFFFFF) * spare >> 32
-    at = before + tl.where(whole, group, group * n_groups // GROUPS + scattered)
-    cols = (at[:, None] * GROUP + tl.arange(0, GROUP)[None, :]).to(tl.int32)
+    # sample one group of each of GROUPS equal parts of the row, at a scattered place: no period of the data meets it
+    part = tl.maximum(n_groups // GROUPS, 1)
+    scattered = ((group * 2654435769) & 0xFFFFFFFF) * part >> 32
+    sampled_group = first_group + tl.where(whole, group, group * n_groups // GROUPS + scattered)
+    cols = (sampled_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]).to(tl.int32)
     present = (group < n_groups)[:, None]
     key = tl.reshape(load_keys(scores, cols, present, True, LARGEST, SHIFT), (GROUPS * GROUP,))
     sampled = tl.sum(tl.sum((present & (cols >= first) & (cols < last)).to(tl.int32), 1), 0)
@@ -87,7 +87,7 @@ def pivot_kernel(
     most = tl.where(whole, capacity, (room - SIGMAS * tl.sqrt(room)).to(tl.int32))
     lo, _, n_lo = threshold_of(key[None, :], wanted, most, nothing, SHIFT)
     lo, n_lo = tl.sum(lo, 0), tl.sum(n_lo, 0)
-    # the keys ≥ lo where these are few enough, else only those > lo, when many scores are equal to lo; no score has the
+    # pass the keys ≥ lo if these are few enough, else those > lo: then many scores are equal to lo. No score has the
     # key -1, because -0 counts as 0
     fits = (n_lo <= most) & (lo > nothing)
     key_of_pivot = tl.minimum(tl.where(fits, lo - 1 - (lo == 0).to(tl.int32), lo), INFINITY >> SHIFT)
@@ -106,13 +106,13 @@ def write_above(
     """Write the chosen scores of a tile, in the order of columns.
 
     A tile is PARTS loads of VECTOR scores by each of LANES lanes, and begins at `begin`, where the row begins at `off`.
-    A bit of `left` is a score of a lane; `counts` and `totals` are their numbers in each part, side by side. A lane
-    goes from bit to bit and loads the score again, from the cache: an index can't choose a register.
+    A bit of `left` is a score of a lane. `counts` (of a lane) and `totals` have a field for each part. A lane goes
+    from bit to bit and loads the score again, from the cache: an index can't choose a register.
     """
     FIELD: tl.constexpr = 16 if PARTS == 1 else 32 // PARTS
     lane = tl.arange(0, LANES)
     before = tl.cumsum(counts, 0) - counts
-    # of each part, the place of the lane's next score in this tile
+    # a field for each part: the place of the lane's next score in this tile
     places = tl.zeros((LANES,), tl.int64)
     n_before = totals * 0
     for i in tl.static_range(PARTS):
@@ -171,7 +171,7 @@ def pass_kernel(
         scores = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
     pivot = tl.load(pivot_ptr + row)
     counter = state_ptr + row * COUNTERS
-    found = 0
+    n_found = 0
     out_ptr += row * capacity
     LANES: tl.constexpr = BLOCK // (PARTS * VECTOR)
     FIELD: tl.constexpr = 16 if PARTS == 1 else 32 // PARTS
@@ -185,7 +185,7 @@ def pass_kernel(
         cols = tile * BLOCK + tl.arange(0, BLOCK)
         s = load_scores(scores, cols, True, False, LARGEST)
         if ranged or off_boundary:
-            # few tiles have a bound in them
+            # few tiles contain an end of the range
             if (tile * BLOCK < first) | ((tile + 1) * BLOCK > last):
                 s = tl.where((cols >= first) & (cols < last), s, -float("inf"))
         # NaN is above every pivot
@@ -196,7 +196,7 @@ def pass_kernel(
             n_above = totals & 0
             for i in tl.static_range(PARTS):
                 n_above += (totals >> (FIELD * i)) & ((1 << FIELD) - 1)
-            at = found
+            at = n_found
             if not ALONE:
                 at = tl.atomic_add(counter, n_above, sem="relaxed")
             left = tl.sum(tl.sum(tl.where(above, 1 << (part * VECTOR + place), 0), 2), 0)
@@ -204,9 +204,9 @@ def pass_kernel(
                 scores, out_ptr, at, capacity, tile * BLOCK, scores.n_cols - n_cols, left, counts, totals, LARGEST,
                 LANES, VECTOR, PARTS,
             )  # fmt: skip
-            found += n_above
+            n_found += n_above
     if ALONE:
-        tl.store(counter, found)
+        tl.store(counter, n_found)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def exact_threshold(
 ):  # fmt: skip
     """Return the key of the k-th largest score of a range of at least k, and how many of its equals are wanted.
 
-    A count of every byte of the key, each among the keys that begin like the k-th.
+    A radix select: it counts the values of one byte after another, among the keys whose higher bytes are the k-th's.
     """
     digit = tl.arange(0, 256)
     n_bytes: tl.constexpr = (39 - SHIFT) // 8
@@ -226,13 +226,13 @@ def exact_threshold(
         for tile in range(row.first // TILE, (row.last + TILE - 1) // TILE):
             cols = tile * TILE + tl.arange(0, TILE)
             key = load_keys(row, cols, True, RANGED, LARGEST, SHIFT) >> (8 * (n_bytes - 1 - i))
-            same = (cols >= row.first) & (cols < row.last)
+            counted = (cols >= row.first) & (cols < row.last)
             if i == 0:
                 value = key + 128
             else:
-                same = same & ((key >> 8) == prefix)
+                counted = counted & ((key >> 8) == prefix)
                 value = key & 255
-            counts += tl.histogram(value, 256, mask=same)
+            counts += tl.histogram(value, 256, mask=counted)
         from_top = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
         byte = tl.sum((from_top >= wanted).to(tl.int32), 0) - 1
         wanted -= tl.sum(tl.where(digit > byte, counts, 0), 0)
@@ -245,14 +245,14 @@ def exact_threshold(
 
 @triton.jit
 def collect(
-    row, out_ptr, k, found, threshold, room, ABOVE: tl.constexpr, RANGED: tl.constexpr, LARGEST: tl.constexpr,
+    row, out_ptr, k, n_before, threshold, room, ABOVE: tl.constexpr, RANGED: tl.constexpr, LARGEST: tl.constexpr,
     SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys above the threshold and the first `room` equal to it after `found` others; return their number.
+    """Write the keys above the threshold and the first `room` equal to it behind `n_before` others; return the total.
 
     Without ABOVE, write only the equal ones. Keys are in the order of columns; the search ends at k of them.
     """
-    n_above = found
+    n_above = n_before
     n_level = 0
     tile = row.first // TILE
     end = (row.last + TILE - 1) // TILE
@@ -261,18 +261,18 @@ def collect(
         s = load_scores(row, cols, True, RANGED, LARGEST)
         key = to_key(s) >> SHIFT
         level = key == threshold
-        ones = level.to(tl.int32)
+        flags = level.to(tl.int32)
         if ABOVE:
             above = key > threshold
-            ones += above.to(tl.int32) << 16
-        total = tl.sum(ones, 0)
+            flags += above.to(tl.int32) << 16
+        total = tl.sum(flags, 0)
         if total > 0:
-            both = tl.cumsum(ones, 0)
-            of_level = n_level + (both & 0xFFFF)
-            chosen = level & (of_level <= room)
+            ranks = tl.cumsum(flags, 0)
+            level_rank = n_level + (ranks & 0xFFFF)
+            chosen = level & (level_rank <= room)
             if ABOVE:
                 chosen = chosen | above
-            slot = n_above + (both >> 16) + tl.minimum(of_level, room) - 1
+            slot = n_above + (ranks >> 16) + tl.minimum(level_rank, room) - 1
             tl.store(out_ptr + slot, pack(s, cols), mask=chosen)
         n_above += total >> 16
         n_level += total & 0xFFFF
@@ -284,7 +284,7 @@ def collect(
 def choose(
     candidates_ptr, out_ptr, n_found, k, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the k best candidates in their order, or all if there are fewer."""
+    """Write the k best candidates in the order they have, or all if there are fewer."""
     nothing: tl.constexpr = NOTHING >> SHIFT
     packed = tl.load(candidates_ptr + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < n_found, other=EMPTY)
     # an empty place has the key of -inf, which no candidate has
@@ -293,7 +293,7 @@ def choose(
     lo, n_lo = tl.sum(lo, 0), tl.sum(n_lo, 0)
     chosen = (key >= lo) & (key > nothing)
     if n_lo > k:
-        # of the scores equal to the k-th, the first columns: they end at `last`
+        # of the scores equal to the k-th take the first columns, up to `last`: search it between two bounds
         above, level = key > lo, key == lo
         room = k - tl.sum(above.to(tl.int32), 0)
         column = to_column(packed).to(tl.int32)
@@ -301,10 +301,10 @@ def choose(
         last, n_last = tl.max(tl.where(level, column, -1), 0), n_lo - k + room
         bisect = room < 0
         while n_last > room:
-            # on the line through both ends, and halfway, in turns
-            part = (room - n_before).to(tl.float32) / (n_last - n_before).to(tl.float32)
-            part = tl.where(bisect, 0.5, part)
-            middle = before + tl.maximum(((last - before).to(tl.float32) * part).to(tl.int32), 1)
+            # guess on the line through both ends, and halfway, in turns
+            share = (room - n_before).to(tl.float32) / (n_last - n_before).to(tl.float32)
+            share = tl.where(bisect, 0.5, share)
+            middle = before + tl.maximum(((last - before).to(tl.float32) * share).to(tl.int32), 1)
             count = tl.sum((level & (column <= middle)).to(tl.int32), 0)
             enough = count >= room
             before, n_before = tl.where(enough, before, middle), tl.where(enough, n_before, count)
@@ -365,26 +365,26 @@ def choose_kernel(
     if few | many:
         first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
         scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
-        kept = tl.minimum(n_found, k)
+        n_kept = tl.minimum(n_found, k)
         exact = many
         disordered = tl.load(state + 2)
         if few & (pivot_key > nothing):
             # all candidates, then the first scores equal to the pivot
-            kept = collect(scores, out_ptr, k, n_found, pivot_key, k - n_found, False, ranged, LARGEST, SHIFT, TILE)
-            exact = kept < k
+            n_kept = collect(scores, out_ptr, k, n_found, pivot_key, k - n_found, False, ranged, LARGEST, SHIFT, TILE)
+            exact = n_kept < k
             disordered = 1
         if exact:
             threshold, room = exact_threshold(scores, k, ranged, LARGEST, SHIFT, TILE)
             # -inf is never chosen
             room = tl.where(threshold <= nothing, 0, room)
-            # others of this program may still be writing candidates to the same places
+            # other threads of this program may still be writing candidates to the same places
             tl.debug_barrier()
-            kept = collect(scores, out_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, TILE)
+            n_kept = collect(scores, out_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, TILE)
             disordered = 0
-        for begin in range(0, tl.where(kept < k, k, 0), TILE):
-            here = begin + tl.arange(0, TILE)
+        for begin in range(0, tl.where(n_kept < k, k, 0), TILE):
+            place = begin + tl.arange(0, TILE)
             empty = tl.full((TILE,), EMPTY, tl.int64)
-            tl.store(out_ptr + here, empty, mask=(here >= kept) & (here < k))
+            tl.store(out_ptr + place, empty, mask=(place >= n_kept) & (place < k))
         tl.store(state, k)
         tl.store(state + 2, disordered)
 
@@ -433,73 +433,73 @@ def wide_kernel(
     first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
     s_row = row * s_row_stride * UNIT
     scores = Row(s_ptr, mask_ptr, s_row, row * mask_row_stride, first, last, n_cols)
-    # until they are packed, columns count from a boundary of GROUP scores
-    seen = scores
+    # columns count from a boundary of GROUP scores until they are packed
+    shifted = scores
     off_boundary: tl.constexpr = UNIT < GROUP and mask_ptr is None
     if off_boundary:
         boundary, off = from_boundary(s_row, GROUP)
-        seen = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
-    begin = seen.first // CHUNK
-    end = (seen.last + CHUNK - 1) // CHUNK
+        shifted = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
+    begin = shifted.first // CHUNK
+    end = (shifted.last + CHUNK - 1) // CHUNK
     top = tl.full((CHUNK // GROUP,), -float("inf"), tl.float32)
     for chunk in range(begin, end):
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        s = load_scores(seen, cols, True, ranged or off_boundary, LARGEST)
+        s = load_scores(shifted, cols, True, ranged or off_boundary, LARGEST)
         top = larger(top, tl.reduce(tl.reshape(s, (CHUNK // GROUP, GROUP)), 1, larger))
     key = to_key(top) >> SHIFT
     # a bound that k to GROUPS maxima reach, or all that are a score, where these are fewer
-    lo, _, reached = threshold_of(key[None, :], k, k + k // 4, nothing, SHIFT)
-    lo, reached = tl.maximum(tl.sum(lo, 0), nothing + 1), tl.sum(reached, 0)
+    lo, _, n_reached = threshold_of(key[None, :], k, k + k // 4, nothing, SHIFT)
+    lo, n_reached = tl.maximum(tl.sum(lo, 0), nothing + 1), tl.sum(n_reached, 0)
     # too many groups tie at the bound: skip them; `collect` appends the first scores equal to it
-    plateau = reached > GROUPS
+    plateau = n_reached > GROUPS
     pivot = lo + plateau.to(tl.int32)
     chosen = key >= pivot
-    ones = chosen.to(tl.int32)
-    reached = tl.sum(ones, 0)
+    flags = chosen.to(tl.int32)
+    n_reached = tl.sum(flags, 0)
     groups_ptr += row * GROUPS
     candidates_ptr += row * ROOM
-    tl.store(groups_ptr + tl.cumsum(ones, 0) - 1, tl.arange(0, CHUNK // GROUP), mask=chosen)
+    tl.store(groups_ptr + tl.cumsum(flags, 0) - 1, tl.arange(0, CHUNK // GROUP), mask=chosen)
     tl.debug_barrier()
-    here = tl.arange(0, GROUPS)
-    group = tl.load(groups_ptr + here, mask=here < reached, other=0)
+    place = tl.arange(0, GROUPS)
+    group = tl.load(groups_ptr + place, mask=place < n_reached, other=0)
     inner = group[:, None, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-    there = (here < reached)[:, None, None]
-    found = 0
+    in_list = (place < n_reached)[:, None, None]
+    n_found = 0
     for chunk in range(begin, end, SPAN):
         outer = chunk + tl.arange(0, SPAN)
-        present = tl.broadcast_to(there & (outer < end)[None, :, None], (GROUPS, SPAN, GROUP))
+        present = tl.broadcast_to(in_list & (outer < end)[None, :, None], (GROUPS, SPAN, GROUP))
         cols = tl.reshape(outer[None, :, None] * CHUNK + inner, (AGAIN,))
-        s = load_scores(seen, cols, tl.reshape(present, (AGAIN,)), ranged or off_boundary, LARGEST)
+        s = load_scores(shifted, cols, tl.reshape(present, (AGAIN,)), ranged or off_boundary, LARGEST)
         # the scores of a group as bits: a scan of their counts is shorter than one of the scores
         above = tl.reshape((to_key(s) >> SHIFT) >= pivot, (AGAIN // GROUP, GROUP))
         counts = tl.sum(above.to(tl.int32), 1)
         bits = tl.sum(tl.where(above, (1 << tl.arange(0, GROUP))[None, :], 0), 1)
-        slot = found + tl.cumsum(counts, 0) - counts
-        begins = tl.reshape(outer[None, :] * CHUNK + group[:, None] * GROUP, (AGAIN // GROUP,))
+        slot = n_found + tl.cumsum(counts, 0) - counts
+        group_begin = tl.reshape(outer[None, :] * CHUNK + group[:, None] * GROUP, (AGAIN // GROUP,))
         for i in tl.static_range(GROUP):
-            here_above = (bits >> i) & 1
+            is_above = (bits >> i) & 1
             # a register can't be chosen by an index; the score comes from the cache
-            s = tl.load(s_ptr + (seen.s_at + begins) + i, mask=here_above > 0, other=0).to(tl.float32)
+            s = tl.load(s_ptr + (shifted.s_at + group_begin) + i, mask=is_above > 0, other=0).to(tl.float32)
             s = s if LARGEST else -s
-            col = begins + i - (seen.n_cols - n_cols)
-            tl.store(candidates_ptr + slot, pack(s, col), mask=(here_above > 0) & (slot < ROOM))
-            slot += here_above
-        found += tl.sum(counts, 0)
-    if plateau & (found < k):
-        found = collect(scores, candidates_ptr, k, found, lo, k - found, False, ranged, LARGEST, SHIFT, AGAIN)
-    if found > ROOM:
+            col = group_begin + i - (shifted.n_cols - n_cols)
+            tl.store(candidates_ptr + slot, pack(s, col), mask=(is_above > 0) & (slot < ROOM))
+            slot += is_above
+        n_found += tl.sum(counts, 0)
+    if plateau & (n_found < k):
+        n_found = collect(scores, candidates_ptr, k, n_found, lo, k - n_found, False, ranged, LARGEST, SHIFT, AGAIN)
+    if n_found > ROOM:
         # one group holds many of the best
         threshold, room = exact_threshold(scores, k, ranged, LARGEST, SHIFT, AGAIN)
         tl.debug_barrier()
-        found = collect(scores, candidates_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, AGAIN)
+        n_found = collect(scores, candidates_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, AGAIN)
     tl.debug_barrier()
-    here = tl.arange(0, ROOM)
-    best = tl.sort(ordered(tl.load(candidates_ptr + here, mask=here < found, other=EMPTY)), descending=True)
-    index = tl.where(here < k, to_column(best), -1).to(tl.int32)
+    place = tl.arange(0, ROOM)
+    best = tl.sort(ordered(tl.load(candidates_ptr + place, mask=place < n_found, other=EMPTY)), descending=True)
+    index = tl.where(place < k, to_column(best), -1).to(tl.int32)
     nan = tl.max((best >> 32).to(tl.int32), 0) > INFINITY
     if not SORTED:
         index = by_column(index)
-    wanted = here < k
-    at = row * k + here
+    wanted = place < k
+    at = row * k + place
     to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
     deliver(to, index, at, wanted, nan, s_row, row * n_cols, LARGEST)

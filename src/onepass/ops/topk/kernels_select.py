@@ -15,7 +15,7 @@ from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel, wide_kernel
 from .kernels_sort import COUNTERS, add_kernel, merge_kernel, run_kernel, sort_kernel
 from .kernels_whole import narrow_kernel, whole_kernel
 
-# chosen entries of a program
+# chosen entries that a program of `add_kernel` takes
 BLOCK = 1024
 
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     largest: bool
 
 
-class Found(NamedTuple):
+class Selected(NamedTuple):
     """Indices (…, k) of the k largest, then -1, their scores and gates."""
 
     indices: Tensor
@@ -64,9 +64,9 @@ class _Layout(NamedTuple):
 
 
 def _layout(rows: Rows) -> _Layout:
-    s, *others, _ = rows
+    s, *per_row, _ = rows
     unit = 1 if s.data_ptr() % 16 else math.gcd(16, s.shape[1], s.stride(0))
-    strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in others)
+    strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in per_row)
     options = unit, rows.largest, plan.CONSTANT_BITS.get(s.dtype, 0)
     return _Layout(strides, s.shape[1] // unit, options)
 
@@ -98,7 +98,7 @@ def _in_one_launch(
         packed = torch.empty((n_rows, k), dtype=number, device=s.device) if many else None
         vector = min(plan.VECTOR // s.element_size(), shape.block_c)
         if s.stride(0) % vector and (s.shape[1] + vector - 1 > shape.block_c or rows.mask is not None):
-            # no room to read from a boundary on
+            # no room for the scores between a boundary and the row
             vector = options[0]
         launch(
             whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], packed, *results),
@@ -122,20 +122,20 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
     chooses = k <= plan.MAX_SORTED
-    found = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
-    given, numbers = (*rows[:4], pivots, state), (*strides, units, k, shape.capacity)
-    alone = shape.splits == 1
+    candidates = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
+    pointers, numbers = (*rows[:4], pivots, state), (*strides, units, k, shape.capacity)
+    in_order = shape.splits == 1
     launch(
-        pivot_kernel, (n_rows, 1, 1), given, numbers,
-        (*options, int(not alone), plan.SIGMAS, shape.groups, shape.group), num_warps=shape.sample_warps,
+        pivot_kernel, (n_rows, 1, 1), pointers, numbers,
+        (*options, int(not in_order), plan.SIGMAS, shape.groups, shape.group), num_warps=shape.sample_warps,
     )  # fmt: skip
     launch(
-        pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options[:-1], alone, plan.TILE, shape.vector, shape.parts, shape.tile_stages), num_warps=plan.TILE_WARPS,
+        pass_kernel, (n_rows, shape.splits, 1), (*pointers, candidates), (*numbers, shape.tiles),
+        (*options[:-1], in_order, plan.TILE, shape.vector, shape.parts, shape.tile_stages), num_warps=plan.TILE_WARPS,
     )  # fmt: skip
-    out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
+    out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else candidates
     launch(
-        choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0)),
+        choose_kernel, (n_rows, 1, 1), (*pointers, candidates, out), (*numbers, out.stride(0)),
         (*options, chooses, shape.capacity if chooses else 1, plan.ALONE), num_warps=shape.choose_warps,
         **_limit(shape.choose_registers),
     )  # fmt: skip
@@ -143,11 +143,11 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
 
 
 def _merged(
-    found: _Survivors, by_score: bool, k: int, spare: Tensor, last: tuple[Tensor | None, ...] | None,
+    survivors: _Survivors, by_score: bool, k: int, spare: Tensor, results: tuple[Tensor | None, ...] | None,
     numbers: tuple[int, int], largest: bool,
 ) -> Tensor:  # fmt: skip
-    """Sort rows of any length in runs, then merge these; the last merge fetches if `last` is given."""
-    packed, state = found
+    """Sort rows of any length in runs, then merge these; with `results` the last merge fetches scores and gates."""
+    packed, state = survivors
     n_rows, width = packed.shape
     count = width if by_score else k
     launch(
@@ -155,14 +155,14 @@ def _merged(
         (by_score, plan.RUN), num_warps=16,
     )  # fmt: skip
     packed, spare, run = spare, packed, plan.RUN
-    nothing: tuple[Tensor | None, ...] = (None,) * 5
+    no_results: tuple[Tensor | None, ...] = (None,) * 5
     done = False
     while not done:
         done = run * plan.WAYS >= count
-        fetches = done and last is not None
+        fetches = done and results is not None
         launch(
             merge_kernel, (n_rows, cdiv(count, plan.MERGED), 1),
-            (packed, state, None if fetches else spare, *(last if fetches and last is not None else nothing)),
+            (packed, state, None if fetches else spare, *(results if fetches and results is not None else no_results)),
             (*numbers, packed.stride(0), k, run, run.bit_length()),
             (by_score, fetches, largest, plan.WAYS, plan.MERGED), num_warps=4,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def _merged(
 
 def select(
     rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...]
-) -> Found:
+) -> Selected:
     """Select the k ≤ n largest of each row; results are (*lead, k).
 
     is_sorted: best first, else ascending indices. Gates are 1, or those of soft (rows, n), contiguous.
@@ -183,30 +183,30 @@ def select(
     values = torch.empty(size, dtype=s.dtype, device=s.device)
     gates, indices = torch.empty_like(values), torch.empty(size, dtype=index_dtype, device=s.device)
     if not values.numel():
-        return Found(indices, values, gates)
+        return Selected(indices, values, gates)
     results = indices, s, soft, values, gates
     shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
-    chosen: _Survivors | None
+    survivors: _Survivors | None
     if isinstance(shape, plan.Pivot):
-        chosen = _survivors(rows, k, shape)
+        survivors = _survivors(rows, k, shape)
     else:
-        chosen = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
-    if chosen is None:
-        return Found(indices, values, gates)
+        survivors = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
+    if survivors is None:
+        return Selected(indices, values, gates)
     if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
-        block_r, block_k, warps, registers = plan.of_sort(n_rows, k, chosen.packed.element_size(), sm_count(s))
+        block_r, block_k, warps, registers = plan.of_sort(n_rows, k, survivors.packed.element_size(), sm_count(s))
         constants = is_sorted, rows.largest, block_r, block_k, warps
         launch(
-            sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
+            sort_kernel, (cdiv(n_rows, block_r), 1, 1), (survivors.packed, survivors.state, *results),
             (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **_limit(registers),
         )  # fmt: skip
-        return Found(indices, values, gates)
-    spare = torch.empty_like(chosen.packed)
+        return Selected(indices, values, gates)
+    spare = torch.empty_like(survivors.packed)
     numbers = s.stride(0), n_cols
     if not is_sorted:
-        # the k best of them, by score
-        best = _merged(chosen, True, k, spare, None, numbers, rows.largest)
-        spare = chosen.packed if best is spare else spare
-        chosen = _Survivors(best, chosen.state)
-    _merged(chosen, is_sorted, k, spare, results, numbers, rows.largest)
-    return Found(indices, values, gates)
+        # take the k best by score first, then sort these by column
+        best = _merged(survivors, True, k, spare, None, numbers, rows.largest)
+        spare = survivors.packed if best is spare else spare
+        survivors = _Survivors(best, survivors.state)
+    _merged(survivors, is_sorted, k, spare, results, numbers, rows.largest)
+    return Selected(indices, values, gates)

@@ -61,7 +61,7 @@ class Row(NamedTuple):
 def from_boundary(at, VECTOR: tl.constexpr):
     """Return the last multiple of VECTOR up to a row's first score, and how many scores lie between.
 
-    From there on VECTOR neighbours are in one thread, wherever the row begins; elsewhere they are in as many threads.
+    Read from there on, VECTOR neighbours are in one thread wherever the row begins; else VECTOR threads hold them.
     """
     return at // VECTOR * VECTOR, (at % VECTOR).to(tl.int32)
 
@@ -75,7 +75,7 @@ def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols):
     if start_ptr is not None:
         first = tl.load(start_ptr + start_at).to(tl.int64)
     if lengths_ptr is not None:
-        # a sum beyond int64 takes a start beyond every row, and is empty
+        # the sum leaves int64 only for a start beyond every row, where the range is empty anyway
         last = first + tl.minimum(tl.maximum(tl.load(lengths_ptr + lengths_at).to(tl.int64), 0), 1 << 62)
     first = tl.maximum(tl.minimum(first, n), 0)
     return first.to(tl.int32), tl.maximum(tl.minimum(last, n), first).to(tl.int32)
@@ -107,7 +107,7 @@ def load_keys(row, cols, present, RANGED: tl.constexpr, LARGEST: tl.constexpr, S
 
 @triton.jit
 def about_log2(x):
-    """Return log2(x) + 127 of positive numbers within 0.01, which is enough for a guess and a third of a logarithm."""
+    """Return log2(x) + 127 of positive numbers within 0.01: enough for a guess, at a third of a logarithm's cost."""
     bits = x.to(tl.int32, bitcast=True)
     fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     return bits.to(tl.float32) * 1.1920928955078125e-07 + 0.344 * fraction * (1.0 - fraction)
@@ -117,8 +117,8 @@ def about_log2(x):
 def threshold_of(key, k, most, nothing, SHIFT: tl.constexpr):
     """Return a key that k to `most` keys of each row reach, how many keys are a score, and how many reach it.
 
-    Where keys are equal it is the k-th largest, which more than `most` reach; where there are fewer, `nothing`. Counts
-    bracket the threshold. The next guess is on the line through both ends, with log(count/(n - count)) for the
+    If many keys are equal it is the k-th largest, which more than `most` reach; with fewer than k keys, `nothing`.
+    Counts bracket the threshold. The next guess is on the line through both ends, with log(count/(n - count)) for the
     count: a row of normal scores is solved by 7 counts instead of 18. Every other guess from the seventh on bisects
     keys, so that a row of any scores is solved.
     """
@@ -128,8 +128,8 @@ def threshold_of(key, k, most, nothing, SHIFT: tl.constexpr):
     lo = tl.where(few, nothing, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 1))
     hi = tl.where(few, nothing, tl.max(key, 1)) + 1
     total = valid.to(tl.float32) + 0.5
-    aimed = 0.5 * (k + most) + tl.zeros_like(total)
-    aim = about_log2(aimed + 0.5) - about_log2(tl.maximum(total - aimed, 0.5))
+    target = 0.5 * (k + most) + tl.zeros_like(total)
+    aim = about_log2(target + 0.5) - about_log2(tl.maximum(total - target, 0.5))
     at_lo = about_log2(total) - 126.0 - aim
     at_hi = 126.0 - about_log2(total) - aim
     side = tl.zeros_like(valid)
@@ -146,11 +146,11 @@ def threshold_of(key, k, most, nothing, SHIFT: tl.constexpr):
         middle = tl.where(lo + 1 < hi, middle, lo)
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
         n_above = count.to(tl.float32)
-        found = about_log2(n_above + 0.5) - about_log2(tl.maximum(total - n_above, 0.5)) - aim
+        at_middle = about_log2(n_above + 0.5) - about_log2(tl.maximum(total - n_above, 0.5)) - aim
         above = count < k
         # an end that stays twice counts half
-        at_lo = tl.where(above, tl.where(side == -1, 0.5 * at_lo, at_lo), found)
-        at_hi = tl.where(above, found, tl.where(side == 1, 0.5 * at_hi, at_hi))
+        at_lo = tl.where(above, tl.where(side == -1, 0.5 * at_lo, at_lo), at_middle)
+        at_hi = tl.where(above, at_middle, tl.where(side == 1, 0.5 * at_hi, at_hi))
         side = tl.where(above, -1, 1)
         # k to `most`: this row is solved, so set hi = lo + 1
         hi = tl.where(above, middle, tl.where(count <= most, middle + 1, hi))
@@ -220,23 +220,23 @@ class Results(NamedTuple):
 def deliver(to, index, at, wanted, nan, s_row, y_row, LARGEST: tl.constexpr, score=None):
     """Store columns, their scores and gates; -inf (of the smallest: inf) and 0 where the column is -1.
 
-    Scores (of the smallest: negated) are loaded if they are None, and where they are 0 or NaN, which have many bits.
+    Without `score` (of the smallest: negated) scores are loaded; so are 0 and NaN, which have several bit patterns.
     """
     tl.store(to.index_ptr + at, index.to(to.index_ptr.dtype.element_ty), mask=wanted)
-    found = wanted & (index >= 0)
+    present = wanted & (index >= 0)
     missing: tl.constexpr = -float("inf") if LARGEST else float("inf")
     if score is None:
-        value = tl.load(to.s_ptr + s_row + index, mask=found, other=missing)
+        value = tl.load(to.s_ptr + s_row + index, mask=present, other=missing)
     else:
         value = tl.where(index >= 0, score if LARGEST else -score, missing).to(to.value_ptr.dtype.element_ty)
-        again = found & ((score == 0.0) | (score != score))
-        value = tl.where(again, tl.load(to.s_ptr + s_row + index, mask=again, other=missing), value)
+        reload = present & ((score == 0.0) | (score != score))
+        value = tl.where(reload, tl.load(to.s_ptr + s_row + index, mask=reload, other=missing), value)
     tl.store(to.value_ptr + at, value, mask=wanted)
     if to.y_ptr is None:
         # the gates of a row with a NaN are NaN
-        gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
+        gate = tl.where(present, tl.where(nan, float("nan"), 1.0), 0.0)
     else:
-        gate = tl.load(to.y_ptr + y_row + index, mask=found, other=0.0)
+        gate = tl.load(to.y_ptr + y_row + index, mask=present, other=0.0)
     tl.store(to.gate_ptr + at, gate.to(to.gate_ptr.dtype.element_ty), mask=wanted)
 
 
@@ -257,8 +257,8 @@ def exchange(number, rank, BIT: tl.constexpr, HELD: tl.constexpr, LOG: tl.conste
 def best_first(number, WARPS: tl.constexpr):
     """Return rows (R, n) of integers, largest first.
 
-    A bitonic network whose low bits of the rank, which it exchanges most often, are those of a thread's own registers,
-    the next ones those of a warp's threads. `tl.sort` begins with the threads, then the warps.
+    A bitonic network exchanges the low bits of the rank most often. Here these number a thread's own registers, the
+    next ones a warp's threads. `tl.sort` begins with the threads, then the warps.
     """
     log: tl.constexpr = log2(number.shape[1])
     dims: tl.constexpr = log2(number.shape[0] * number.shape[1])
@@ -271,7 +271,7 @@ def best_first(number, WARPS: tl.constexpr):
         rank = tl.reshape((place >> (log - held)) | ((place << held) & (number.shape[1] - 1)), [2] * dims)
         x = tl.reshape(number, [2] * dims)
         for merge in tl.static_range(1, log + 1):
-            # every other run is sorted the other way round: inverted there, all exchanges are alike
+            # every other run is sorted in ascending order: with its bits inverted there, all exchanges are alike
             x ^= -((rank >> merge) & 1).to(x.dtype)
             for i in tl.static_range(merge):
                 x = exchange(x, rank, merge - 1 - i, held, log, dims)
@@ -394,32 +394,32 @@ def merge_kernel(
         cols = begin + tl.arange(0, BLOCK)
         inside = cols < count
         packed_row = row * packed_row_stride
-        mine = tl.load(packed_ptr + packed_row + cols, mask=inside, other=EMPTY)
-        own = cols // run
-        first = own // WAYS * WAYS
-        other = first[:, None] + tl.arange(0, WAYS)[None, :]
-        start = other * run
+        survivor = tl.load(packed_ptr + packed_row + cols, mask=inside, other=EMPTY)
+        own_run = cols // run
+        first_run = own_run // WAYS * WAYS
+        runs = first_run[:, None] + tl.arange(0, WAYS)[None, :]
+        start = runs * run
         # empty places are equal: those of earlier runs come first
-        earlier = other < own[:, None]
+        earlier = runs < own_run[:, None]
         lo = tl.zeros((BLOCK, WAYS), tl.int32)
-        hi = tl.where(other == own[:, None], 0, tl.minimum(tl.maximum(count - start, 0), run))
+        hi = tl.where(runs == own_run[:, None], 0, tl.minimum(tl.maximum(count - start, 0), run))
         for _ in range(steps):
             middle = (lo + hi) // 2
-            open = (lo < hi) & inside[:, None]
-            theirs = tl.load(packed_ptr + packed_row + start + middle, mask=open, other=EMPTY)
-            before = (theirs > mine[:, None]) | (earlier & (theirs == mine[:, None]))
-            lo = tl.where(open & before, middle + 1, lo)
-            hi = tl.where(open & (before == 0), middle, hi)
-        place = first * run + (cols - own * run) + tl.sum(lo, 1)
+            searching = (lo < hi) & inside[:, None]
+            probe = tl.load(packed_ptr + packed_row + start + middle, mask=searching, other=EMPTY)
+            before = (probe > survivor[:, None]) | (earlier & (probe == survivor[:, None]))
+            lo = tl.where(searching & before, middle + 1, lo)
+            hi = tl.where(searching & (before == 0), middle, hi)
+        place = first_run * run + (cols - own_run * run) + tl.sum(lo, 1)
         if FETCH:
             wanted = inside & (place < k)
             at = row * k + place
-            index = to_column(mine)
+            index = to_column(survivor)
             nan = tl.load(state_ptr + row * COUNTERS + 1) > 0
             to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
             deliver(to, index, at, wanted, nan, row * s_row_stride, row * n_cols, LARGEST)
         else:
-            tl.store(out_ptr + packed_row + place, mine, mask=inside)
+            tl.store(out_ptr + packed_row + place, survivor, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)

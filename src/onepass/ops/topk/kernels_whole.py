@@ -27,9 +27,9 @@ from .kernels_sort import (
 
 @triton.jit
 def rounds(number, k, nothing, beyond, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the k + 1 largest numbers of each row, and whether two of them differ in COLUMNS only.
+    """Return the k + 1 largest numbers of each row, and whether two of a row differ only in the bits below COLUMNS.
 
-    Numbers differ and lie between `nothing`, of which there may be many, and `beyond`, closely enough for a difference.
+    Numbers are distinct, but for `nothing`, and below `beyond`; their differences fit their dtype.
     """
     unsigned: tl.constexpr = tl.uint32 if number.dtype == tl.int32 else tl.uint64
     place = tl.arange(0, BLOCK_K)[None, :]
@@ -37,9 +37,9 @@ def rounds(number, k, nothing, beyond, COLUMNS: tl.constexpr, BLOCK_R: tl.conste
     top = tl.zeros((BLOCK_R,), number.dtype) + beyond
     close = tl.zeros((BLOCK_R,), tl.int1)
     for i in range(k + 1):
-        # the numbers below the last one wrap around to the largest unsigned ones: an addition and a maximum a number
-        step = tl.max((number - top[:, None]).to(unsigned, bitcast=True), 1).to(number.dtype, bitcast=True)
-        below = tl.where(step < 0, top + step, nothing)
+        # as unsigned, number - top is largest for the largest number below top: an addition and a maximum a number
+        gap = tl.max((number - top[:, None]).to(unsigned, bitcast=True), 1).to(number.dtype, bitcast=True)
+        below = tl.where(gap < 0, top + gap, nothing)
         close = close | (((top ^ below) < COLUMNS) & ((top ^ below) > 0) & (below > nothing))
         best = tl.where(place == i, below[:, None], best)
         top = below
@@ -51,7 +51,7 @@ def side_by_side(
     scores, first, step, present, RANGED: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys of PARTS tiles of WIDTH columns that begin `step` apart; equal places are neighbours."""
+    """Return the keys of PARTS tiles of WIDTH columns that begin `step` apart, their equal places side by side."""
     if PARTS == 1:
         key = load_keys(scores, first + tl.arange(0, WIDTH)[None, :], present, RANGED, LARGEST, 0)
     else:
@@ -96,8 +96,8 @@ def narrow_kernel(
     n_cols = n_cols * UNIT
     s_row_stride = s_row_stride * UNIT
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here_row = tl.minimum(row, n_rows - 1)
-    first, last = bounds(start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols)
+    safe_row = tl.minimum(row, n_rows - 1)
+    first, last = bounds(start_ptr, lengths_ptr, safe_row * start_stride, safe_row * lengths_stride, n_cols)
     first = (first + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     last = (last + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     rows = row[:, None]
@@ -105,23 +105,23 @@ def narrow_kernel(
     at = tl.arange(0, BLOCK_C)[None, :]
     WIDTH: tl.constexpr = BLOCK_C // PARTS
     ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
-    # of fp32 all bits: 16-bit scores leave low ones free
+    # keys have all their bits (SHIFT 0): those of 16-bit scores leave the low ones free
     scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
-    # parts of a row side by side in a thread: fewer threads share a row
+    # a thread holds the same columns of all parts: fewer threads share a row
     key = side_by_side(scores, 0, WIDTH, present, ranged, LARGEST, PARTS, WIDTH, BLOCK_R)
     cols = (at % PARTS) * WIDTH + at // PARTS
     from_end = BLOCK_C - 1 - cols
-    none: tl.constexpr = -(1 << 30)
-    number = tl.where(key > NOTHING, ((key >> 1) & -BLOCK_C) | from_end, none)
-    best, close = rounds(number, k, none, 1 << 30, BLOCK_C if SHIFT == 0 else 0, BLOCK_R, BLOCK_K)
-    index = tl.where(best == none, -1, BLOCK_C - 1 - (best & (BLOCK_C - 1)))
+    empty: tl.constexpr = -(1 << 30)
+    number = tl.where(key > NOTHING, ((key >> 1) & -BLOCK_C) | from_end, empty)
+    best, close = rounds(number, k, empty, 1 << 30, BLOCK_C if SHIFT == 0 else 0, BLOCK_R, BLOCK_K)
+    index = tl.where(best == empty, -1, BLOCK_C - 1 - (best & (BLOCK_C - 1)))
     nan = tl.max(best, 1)[:, None] >= ((NAN >> 1) & -BLOCK_C)
     if SHIFT == 0:
         if close:
-            none_wide: tl.constexpr = -(1 << 62)
-            wide = tl.where(key > NOTHING, (key.to(tl.int64) << 31) | from_end, none_wide)
-            far, _ = rounds(wide, k, none_wide, 1 << 62, 0, BLOCK_R, BLOCK_K)
-            index = tl.where(far == none_wide, -1, BLOCK_C - 1 - (far & (BLOCK_C - 1)).to(tl.int32))
+            empty_wide: tl.constexpr = -(1 << 62)
+            wide = tl.where(key > NOTHING, (key.to(tl.int64) << 31) | from_end, empty_wide)
+            best_wide, _ = rounds(wide, k, empty_wide, 1 << 62, 0, BLOCK_R, BLOCK_K)
+            index = tl.where(best_wide == empty_wide, -1, BLOCK_C - 1 - (best_wide & (BLOCK_C - 1)).to(tl.int32))
     place = tl.arange(0, BLOCK_K)[None, :]
     if not SORTED:
         index = by_column(tl.where(place < k, index, -1))
@@ -163,14 +163,14 @@ def whole_kernel(
     nothing: tl.constexpr = NOTHING >> SHIFT
     ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    here_row = tl.minimum(row, n_rows - 1)
-    first, last = bounds(start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols)
+    safe_row = tl.minimum(row, n_rows - 1)
+    first, last = bounds(start_ptr, lengths_ptr, safe_row * start_stride, safe_row * lengths_stride, n_cols)
     first = (first + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     last = (last + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_C)[None, :]
     present = rows < n_rows
-    # until they are stored, columns count from a boundary of VECTOR scores
+    # columns count from a boundary of VECTOR scores until they are stored
     off = rows * 0
     scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
     off_boundary: tl.constexpr = UNIT < VECTOR
@@ -183,15 +183,15 @@ def whole_kernel(
     threshold, valid, _ = threshold_of(key, k, k, nothing, SHIFT)
     lo = threshold[:, None]
     room = k - tl.sum((key > lo).to(tl.int32), 1)[:, None]
-    kept = tl.minimum(valid, k)[:, None]
+    n_survivors = tl.minimum(valid, k)[:, None]
     # survivors' columns pass through the memory of the indices, as int32
     columns_ptr = index_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     columns_row = rows * k * (index_ptr.dtype.element_ty.primitive_bitwidth // 32)
-    # neighbours, which one load brings, as bits: a scan of their counts is shorter than one of the row
+    # the VECTOR neighbours of one load become bits: a scan of their counts is shorter than one of the row
     above = tl.reshape(key > lo, (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
     level = tl.reshape((key == lo) & (key > nothing), (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
     bit = (1 << tl.arange(0, VECTOR))[None, None, :]
-    # two counts in a number, 16 bits each
+    # two counts share a number, 16 bits each
     counts = tl.sum(tl.where(above, 1 << 16, level.to(tl.int32)), 2)
     above_bits = tl.sum(tl.where(above, bit, 0), 2)
     level_bits = tl.sum(tl.where(level, bit, 0), 2)
@@ -208,7 +208,7 @@ def whole_kernel(
     tl.debug_barrier()
     place = tl.arange(0, BLOCK_K)[None, :]
     wanted = present & (place < k)
-    index = tl.load(columns_ptr + columns_row + place, mask=wanted & (place < kept), other=-1)
+    index = tl.load(columns_ptr + columns_row + place, mask=wanted & (place < n_survivors), other=-1)
     at = rows * k + place
     if SORTED:
         s = tl.load(s_ptr + rows * s_row_stride + index, mask=index >= 0, other=0.0).to(tl.float32)
@@ -224,7 +224,7 @@ def whole_kernel(
             key = to_key(s) >> SHIFT
             number = tl.where(index >= 0, (key.to(tl.int64) << 32) | (0x7FFFFFFF - index), -0x8000000000000000)
             number = tl.sort(number, 1, descending=True)
-            index = tl.where(place < kept, 0x7FFFFFFF - number.to(tl.int32), -1)
+            index = tl.where(place < n_survivors, 0x7FFFFFFF - number.to(tl.int32), -1)
         tl.debug_barrier()
         to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
         deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)

@@ -35,25 +35,25 @@ def forward(
     """
     if k > scores.shape[-1]:
         # select all, then pad
-        given, more = (scores, eps, mask, start, lengths, scores.shape[-1]), (0, k - scores.shape[-1])
-        *found, state = forward(*given, eps_value, kind, hard, largest, is_sorted, index_dtype)
-        fill = zip(found, (-math.inf if largest else math.inf, 0.0, -1), strict=True)
-        return *(functional.pad(t, more, value=value) for t, value in fill), state  # type: ignore[return-value]
+        whole, padding = (scores, eps, mask, start, lengths, scores.shape[-1]), (0, k - scores.shape[-1])
+        *results, state = forward(*whole, eps_value, kind, hard, largest, is_sorted, index_dtype)
+        fills = zip(results, (-math.inf if largest else math.inf, 0.0, -1), strict=True)
+        return *(functional.pad(t, padding, value=value) for t, value in fills), state  # type: ignore[return-value]
     soft = state = None
     if not hard:
         valid = definition.allowed(scores, mask, start, lengths)
         soft, state = soft_forward(scores if largest else -scores, None, eps, valid, float(k), eps_value, kind)
     if uses_triton(scores):
-        starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
-        rows = _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
+        starts, counts = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
+        rows = _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, counts, largest)
         soft = None if soft is None else soft.view(-1, scores.shape[-1])
-        found = _kernels().select(rows, k, is_sorted, soft, index_dtype, tuple(scores.shape[:-1]))
-        return found.values, found.gates, found.indices, state
+        results = _kernels().select(rows, k, is_sorted, soft, index_dtype, tuple(scores.shape[:-1]))
+        return results.values, results.gates, results.indices, state
     values, indices = definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype)
     if soft is None:
         return values, definition.hard_gates(values, indices), indices, None
-    chosen = soft.gather(-1, indices.clamp(min=0).long())
-    return values, torch.where(indices >= 0, chosen, 0.0), indices, state
+    chosen_gates = soft.gather(-1, indices.clamp(min=0).long())
+    return values, torch.where(indices >= 0, chosen_gates, 0.0), indices, state
 
 
 def backward(
@@ -63,8 +63,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
 
-    A state that is None is solved for. With `into`, contiguous and like scores, the gradient of the scores is written
-    there. (Scores come first: torch 2.11 reads the mesh of DTensors from the first argument.)
+    Without a state soft_topk is solved here. `into`, contiguous and like scores, takes the gradient of the scores.
+    (Scores come first: torch 2.11 reads the mesh of DTensors from the first argument.)
     """
     if not largest:
         # the gradients of the largest of -scores
@@ -76,16 +76,16 @@ def backward(
             ds = ds.neg_() if into is None else torch.neg(ds, out=into)
         return ds, deps
     need_eps = need_eps and eps is not None
-    ds = of_eps = None
+    ds = d_eps = None
     if g_gates is not None:
         mask = definition.allowed(scores, mask, start, lengths)
         if state is None:
             _, state = soft_forward(scores, None, eps, mask, float(indices.shape[-1]), eps_value, kind)
-        ds, of_eps = backward_chosen(
+        ds, d_eps = backward_chosen(
             g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into
         )  # fmt: skip
     elif need_eps:
-        of_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
+        d_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
     if need_scores and g_values is not None:
         if ds is None:
             ds = scores.new_zeros(scores.shape) if into is None else into.zero_()
@@ -93,9 +93,9 @@ def backward(
             rows = (-1, indices.shape[-1])
             _kernels().add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), g_values.reshape(rows))
         else:
-            present = torch.where(indices >= 0, g_values, 0.0).to(ds.dtype)
-            ds.scatter_add_(-1, indices.clamp(min=0).long(), present)
-    return ds, of_eps
+            g_present = torch.where(indices >= 0, g_values, 0.0).to(ds.dtype)
+            ds.scatter_add_(-1, indices.clamp(min=0).long(), g_present)
+    return ds, d_eps
 
 
 def forward_ways(
@@ -124,7 +124,7 @@ class TopK(NamedTuple):
     def counts(self) -> Tensor:
         """How many entries of each row exist, int64 ``(...)``: k, or fewer where the rest is padding.
 
-        Of rows along another dimension than the last, it is ``(top.indices >= 0).sum(dim)``.
+        Of `topk` with another ``dim`` than the last, write ``(top.indices >= 0).sum(dim)``.
         """
         return (self.indices >= 0).sum(-1)
 
@@ -171,14 +171,14 @@ def _last_of_equals(
         begin, lengths = definition.clamped(n, start, lengths)
         start = n - begin - lengths
     mask = None if mask is None else mask.flip(-1)
-    found = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
-    indices = torch.where(found.indices < 0, -1, n - 1 - found.indices)
+    top = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
+    indices = torch.where(top.indices < 0, -1, n - 1 - top.indices)
     if is_sorted:
-        return found._replace(indices=indices)
-    # in reverse, but what is missing stays last
-    place, counts = torch.ones_like(indices).cumsum(-1) - 1, found.counts[..., None]
+        return top._replace(indices=indices)
+    # reverse the entries that exist; padding stays last
+    place, counts = torch.ones_like(indices).cumsum(-1) - 1, top.counts[..., None]
     order = torch.where(place < counts, counts - 1 - place, place)
-    return TopK(*(t.gather(-1, order) for t in (found.values, indices, found.gates)))
+    return TopK(*(t.gather(-1, order) for t in (top.values, indices, top.gates)))
 
 
 def topk(
@@ -211,10 +211,10 @@ def topk(
 
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides. A 0-d tensor is a row of one, with 0-d results.
-        k: how many to choose, an int ≥ 0; more than n with ``lengths``, ``start``, ``mask`` or ``pad`` alone.
+        k: how many to choose, an int ≥ 0; more than n only with ``lengths``, ``start``, ``mask`` or ``pad``.
         dim: the dimension of rows. Where it is not the last, ``scores.shape[:-1]`` below is the shape without it.
-        largest: False chooses the smallest: all is as for ``-scores``, except that values are the scores themselves and
-            missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
+        largest: False chooses the smallest, as for ``-scores``; values are the scores themselves, padding is +inf. NaN
+            still comes first, unlike in `torch.topk`.
         sorted: best first; False gives ascending indices, which costs less.
         lengths: int32 or int64, broadcasts to ``scores.shape[:-1]``: how many scores of each row count, from `start`
             on. On a CPU a range that reaches past its row is refused; on a GPU, in compiled programs and under vmap it
@@ -284,16 +284,16 @@ def topk(
         raise ValueError(f"topk: ties must be 'first' or 'last', got {ties!r}")
     definition.check_ranges("topk", scores, start, lengths)
     if ties == "last":
-        given = scores, k, mask, start, lengths, sorted
-        return _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
+        leading = scores, k, mask, start, lengths, sorted
+        return _last_of_equals(*leading, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
     if k == 0 or n == 0:
-        # not an operator's: it looks at no score
+        # no operator: this reads no score
         values, indices = definition.select(scores.detach(), mask, start, lengths, k, largest, sorted, index_dtype)
         zeros = torch.zeros_like(values)
         if scores.requires_grad:
             # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
-            nothing = scores[..., :0].sum(-1, keepdim=True)
-            values, zeros = values + nothing, zeros + nothing
+            zero = scores[..., :0].sum(-1, keepdim=True)
+            values, zeros = values + zero, zeros + zero
         return TopK(values, indices, zeros)
     eps_tensor, eps_value = arguments.split(eps)
     options = KINDS.index(kind), True, largest, sorted, index_dtype
@@ -305,7 +305,7 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
 
     .. math:: v = \max\{t : |\{i : s_i \ge t\}| \ge k\}
 
-    Of a flattened batch it is the threshold of BatchTopK autoencoders: ``kth_value(latents.flatten(), k * rows)``.
+    On a flattened batch this is the threshold of BatchTopK autoencoders: ``kth_value(latents.flatten(), k * rows)``.
 
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
@@ -337,6 +337,6 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     if plain(scores, start, lengths) and not differentiated and not uses_triton(scores):
         # the value alone: the order of equal scores does not matter
         rows = definition.masked(scores, None, start, lengths, -math.inf).reshape(-1, scores.shape[-1])
-        found, _ = definition.candidates(rows, k, True)
-        return found.topk(k).values[..., -1].view(scores.shape[:-1])
+        candidates, _ = definition.candidates(rows, k, True)
+        return candidates.topk(k).values[..., -1].view(scores.shape[:-1])
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]

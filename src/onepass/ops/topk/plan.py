@@ -12,14 +12,14 @@ from onepass.core.launch import cdiv, next_power_of_2
 MANY = 4  # rows are many from this many per multiprocessor on
 VECTOR = 16  # bytes of one load of a thread
 
-# rows whose best are found one after another, many rows a program
+# narrow rows: many a program, whose best are found one after another
 NARROW = 512  # longest row
 FEW_OF_NARROW = 16  # most k
 NARROW_TILE = 512  # elements of a program
 NARROW_WARPS = 1
 NARROW_PER_THREAD = 16  # elements of a thread
 
-# rows that are selected by maxima of groups
+# wide rows and a small k: selected by maxima of groups
 WIDE = 8193  # shortest row
 WIDEST = 1 << 18  # longest row
 FEW_OF_WIDE = 128  # most k
@@ -28,7 +28,7 @@ WIDE_LONG = 3 << 15  # bytes of a row
 WIDE_PER_WARP = 1 << 12  # bytes of a chunk for each warp
 WIDE_AGAIN = 1024  # least scores that are read again at a time
 
-# rows that one program holds in registers
+# whole rows, which one program holds in registers
 MAX_COLS = 8192  # longest row where rows are few
 MAX_BYTES_OF_MANY = 1 << 16  # of the longest row where rows are many
 PER_WARP = 1024  # elements of a warp
@@ -46,7 +46,7 @@ SECTOR = 32  # bytes of a sampled group, which share a sector of memory
 SIGMAS = 5.0  # standard deviations of the sample's count by which the pivot lies beyond the k-th score
 SAMPLE_PER_WARP = 1024  # sampled elements, held in registers
 PER_CHOOSING_WARP = 512  # candidates, held in registers
-CHOOSING_REGISTERS = 64  # of a thread with many rows: most rows fill half of its places, and need no more
+CHOOSING_REGISTERS = 64  # of a thread with many rows, most of which fill only half of its places
 ALONE = 8192  # elements of the tile in which a program goes through a row alone
 
 # the sort of survivors
@@ -77,7 +77,7 @@ class Wide(NamedTuple):
     """One program goes through a row in chunks and keeps the largest score of each group.
 
     chunk, group: columns of a chunk, neighbours in a group; groups, room: groups and scores that may reach the bound;
-    again: scores that are read again at a time. Room is for 4·k scores; for 2·k from 65 on: 1.4·k reach it.
+    again: scores that are read again at a time. Room is 4·k scores, from k = 65 on 2·k: about 1.4·k reach the bound.
     """
 
     chunk: int
