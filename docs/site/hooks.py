@@ -121,6 +121,8 @@ def lists(text: str) -> str:
     """Write lists as MkDocs reads them: an empty line before the first item, four spaces before what is inside one."""
     text = INNER.sub(lambda block: indent(block[0], " ") + "\n", text)
     text = re.sub(r"^ {2,3}(?=[-*] )", "    ", text, flags=re.MULTILINE)
+    # a list right after a block of code, which `rewritten` has split off
+    text = re.sub(r"\A\n(?=(?:[-*]|1\.) )", "\n\n", text)
     return re.sub(r"^(?![-*|#>]|\d+\.|\s)(.+\n)(?=(?:[-*]|1\.) )", r"\1\n", text, flags=re.MULTILINE)
 
 

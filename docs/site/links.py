@@ -13,6 +13,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+# elements whose text is no Markdown
+CODE = ("code", "pre", "script", "style")
 # what stays of Markdown that was not read as such
 MARKS = re.compile(r"\|---|\n[-*] |\n\d\. |``|\$\$|\$\\")
 
@@ -25,10 +27,12 @@ class Page(HTMLParser):
         self.links: set[str] = set()
         self.ids: set[str] = set()
         self.quotes = self.flat = self.module = False
+        self.code = 0
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.quotes = self.quotes or tag == "blockquote"
+        self.code += tag in CODE
         for name, value in attrs:
             self.module = self.module or (name == "class" and "doc-symbol-heading doc-symbol-module" in (value or ""))
             if name in ("href", "src") and value:
@@ -36,9 +40,11 @@ class Page(HTMLParser):
             if name in ("id", "name") and value:
                 self.ids.add(value)
 
+    def handle_endtag(self, tag: str) -> None:
+        self.code -= tag in CODE
+
     def handle_data(self, data: str) -> None:
-        code = self.lasttag in ("code", "pre", "span", "style", "script")
-        self.flat = self.flat or (not code and MARKS.search(data))
+        self.flat = self.flat or (not self.code and MARKS.search(data))
 
 
 def dead(root: Path) -> list[str]:
