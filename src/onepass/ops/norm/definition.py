@@ -16,12 +16,12 @@ from onepass.core.sums import BLOCK, row_sum
 
 # standard deviations from zero up to which torch's backward is exact: 2⁻¹⁴ over half an ulp
 FAR_ROWS = {torch.float32: 2.0**10, torch.float64: 2.0**39}
-# elements of x that are computed at a time on a CPU, whose caches then hold what lies between
+# elements of x that a CPU computes at a time: its caches then hold the results in between
 AT_ONCE = 1 << 17
 
 
 class Options(NamedTuple):
-    """What a norm is told beside its tensors; each is an argument of the registered operators.
+    """The options of a norm; each is an argument of the registered operators.
 
     Attributes:
         eps: added to the variance or the mean of squares.
@@ -73,7 +73,7 @@ class Table(NamedTuple):
 
 
 def table(shape: torch.Size, vector: Tensor | None) -> Table | None:
-    """Return the table that a weight is for x of `shape`.
+    """Return how the rows of x, of `shape`, take their entries of a weight.
 
     None if the weight does not broadcast to x, or differs in dimensions of x that are not neighbours.
     """
@@ -81,12 +81,12 @@ def table(shape: torch.Size, vector: Tensor | None) -> Table | None:
         return Table(1, 1)
     if not 1 <= vector.dim() <= len(shape) or vector.shape[-1] != shape[-1]:
         return None
-    rows, own = shape[:-1], (1,) * (len(shape) - vector.dim()) + tuple(vector.shape[:-1])
-    different = [d for d, size in enumerate(own) if size != 1]
+    rows, weight_dims = shape[:-1], (1,) * (len(shape) - vector.dim()) + tuple(vector.shape[:-1])
+    different = [d for d, size in enumerate(weight_dims) if size != 1]
     if not different:
         return Table(1, 1)
     first, last = different[0], different[-1] + 1
-    if own[first:last] != tuple(rows[first:last]):
+    if weight_dims[first:last] != tuple(rows[first:last]):
         return None
     return Table(math.prod(rows[last:]), math.prod(rows[first:last]))
 
@@ -107,21 +107,21 @@ def results(x: Tensor, residual: Tensor | None, o: Options) -> tuple[Tensor | No
 def to_e4m3(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Round y (..., N) to e4m3: (values, scales (..., N / columns) in fp32) with y ≈ values·scales.
 
-    So many neighbouring columns share a scale, the largest of them over 448 (the largest number is taken as 2⁻⁴⁰ at
-    least). values = y · (448 / the largest), rounded to e4m3.
+    So many neighbouring columns share a scale: the largest |y| among them, or 2⁻⁴⁰ if that is larger, over 448.
+    values = y · (448 / the largest), rounded to e4m3.
     """
     blocks = (*y.shape[:-1], y.shape[-1] // max(columns, 1), columns)
     f = y.float().reshape(blocks if y.shape[-1] else (*y.shape, 1))
     largest = f.abs().amax(-1, keepdim=True) if f.numel() else f.new_zeros((*f.shape[:-1], 1))
     largest = largest.clamp(min=2.0**-40)
-    # tensors on both sides: torch multiplies by a number's reciprocal, which rounds twice
+    # both are tensors: to divide by a number, torch multiplies by its reciprocal, which rounds twice
     most = torch.full_like(largest, 448.0)
     values = (f * (most / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return values.view(y.shape), (largest / most)[..., 0]
 
 
 def _sigmoid(z: Tensor) -> Tensor:
-    """Return sigmoid(z), whose bits depend on z alone: torch's and its silu have others where a vector is not full."""
+    """Return sigmoid(z) with bits that depend on z alone: torch's sigmoid and silu have others in a loop's tail."""
     return torch.sigmoid(z) if z.requires_grad else z.neg().exp_().add_(1).reciprocal_()
 
 
@@ -195,8 +195,8 @@ def _oracle(has_mean: bool, eps: float | None) -> Callable[..., Any]:
         parts: list[Any] = [s, gate, weight, bias]
         if groups > 1:
             parts = [None if t is None else t.unflatten(-1, (groups, s.shape[-1] // groups)) for t in parts]
-        of_s, z, w, b = parts
-        y: Any = definition(of_s, z, w, b, o, x.dtype).view(x.shape)
+        groups_of_s, z, w, b = parts
+        y: Any = definition(groups_of_s, z, w, b, o, x.dtype).view(x.shape)
         if quantize is not None:
             y = to_e4m3(y, y.shape[-1] if quantize == "row" else 128)
         return y if residual is None else (y, s)
@@ -243,14 +243,14 @@ def forward(
         return torch.native_layer_norm(s.to(wide), s.shape[-1:], w, b, o.eps)[0].to(o.dtype or dtype)
     y = torch.empty(s.shape, dtype=o.dtype or dtype, device=s.device)
     for part in _parts((s, gate, y), (weight, bias)):
-        given: list[Any] = [t if t is None else t.detach().contiguous() for t in part]
-        of_s, z, into, w, b = given
-        into.copy_(definition(of_s, z, w, b, o, dtype, normalise))
+        tensors: list[Any] = [t if t is None else t.detach().contiguous() for t in part]
+        s_part, z, y_part, w, b = tensors
+        y_part.copy_(definition(s_part, z, w, b, o, dtype, normalise))
     return y
 
 
 def _plain_backward(g: Tensor, f: Tensor, w: Tensor | None, o: Options, wanted: Sequence[int]) -> dict[int, Tensor]:
-    """Return the gradients of rows f (rows, n), 0, of weight, 2, and bias, 3, of a norm without options.
+    """Return the gradients of a norm without options, by argument: 0 is rows f (rows, n), 2 weight, 3 bias.
 
     Autograd takes three times as long, and every model trained on a CPU has such norms.
     """
@@ -273,28 +273,28 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of s, gate, weight and bias by autograd, some rows at a time; None for those not needed."""
     wide, o = torch.promote_types(s.dtype, torch.float32), o._replace(twice=False, dtype=None)
-    whole: list[Any] = [s, gate, weight, bias]
-    wanted = [i for i, t in enumerate(whole) if t is not None and need[i]]
+    inputs: list[Any] = [s, gate, weight, bias]
+    wanted = [i for i, t in enumerate(inputs) if t is not None and need[i]]
     plain = gate is None and not o.stable and _one_weight(weight, bias)
-    found: dict[int, list[Tensor]] = {i: [] for i in wanted}
+    gradients: dict[int, list[Tensor]] = {i: [] for i in wanted}
     for part in _parts((s, gate, dy, ds), (weight, bias)):
-        given: list[Any] = [t if t is None else t.to(wide).contiguous().detach() for t in part]
-        of_s, z, g, more, w, b = given
+        tensors: list[Any] = [t if t is None else t.to(wide).contiguous().detach() for t in part]
+        s_part, z, g, ds_part, w, b = tensors
         if plain:
-            grads = _plain_backward(g, of_s, w, o, wanted)
+            grads = _plain_backward(g, s_part, w, o, wanted)
         else:
             with recording():
-                leaves = [t.requires_grad_() for i, t in enumerate((of_s, z, w, b)) if i in wanted]
-                of_leaves = torch.autograd.grad(definition(of_s, z, w, b, o, wide), leaves, g)
+                leaves = [t.requires_grad_() for i, t in enumerate((s_part, z, w, b)) if i in wanted]
+                of_leaves = torch.autograd.grad(definition(s_part, z, w, b, o, wide), leaves, g)
             grads = dict(zip(wanted, of_leaves, strict=True))
         for i in wanted:
-            d: Any = grads[i] if i or more is None else grads[i] + more
-            found[i].append(d if i > 1 else d.to(whole[i].dtype))
-    return tuple(_joined(found[i], t, s) if i in found else None for i, t in enumerate(whole))
+            d: Any = grads[i] if i or ds_part is None else grads[i] + ds_part
+            gradients[i].append(d if i > 1 else d.to(inputs[i].dtype))
+    return tuple(_joined(gradients[i], t, s) if i in gradients else None for i, t in enumerate(inputs))
 
 
 def _joined(parts: list[Tensor], like: Tensor, s: Tensor) -> Tensor:
-    """Return the gradient of a tensor from those of its parts, or of itself for parts of s."""
+    """Return a tensor's gradient: its parts' gradients joined, or the sum of its gradients for all parts of s."""
     if len(parts) > 1:
         parts = [torch.cat(parts) if _along(like, s) else torch.stack(parts).sum(0)]
     return parts[0].view(like.shape).to(like.dtype)

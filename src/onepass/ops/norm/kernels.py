@@ -40,7 +40,7 @@ def e4m3_codes(x, dtype: tl.constexpr):
         size = tl.minimum(tl.abs(x), LARGEST_E4M3)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # an fp32 number from 2¹⁴ on has steps of 2⁻⁹, as e4m3 has below its normal numbers
+        # fp32 numbers from 2¹⁴ on are 2⁻⁹ apart, as e4m3's subnormal numbers are: the sum rounds to them
         subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15
         codes = tl.where(x == x, tl.where(size < SMALLEST_E4M3, subnormal, normal), 0x7F)
         codes = (codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
@@ -126,7 +126,7 @@ def wide_forward_kernel(
 
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)
-# GATE: where the gate's activation is multiplied in; SIGMOID is added where that is the sigmoid, not silu
+# GATE: the gate's activation multiplies y (AFTER) or s (FIRST); + SIGMOID: it is the sigmoid, not silu
 AFTER, FIRST, SIGMOID = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 # QUANT: what shares a scale, a row or 128 columns of it
 ROW, BLOCK = tl.constexpr(1), tl.constexpr(2)
@@ -208,7 +208,7 @@ def signed_scale(largest, smallest):
 def power_of_two(size):
     """Return the largest power of two up to size, a normal number > 0, and its reciprocal; at most 2^126.
 
-    A product with either is exact, so that the compiler may contract it into the subtraction of a mean.
+    A product with either is exact, so it has the same bits if the compiler contracts it into a mean's subtraction.
     """
     exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 253 << 23)
     return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
@@ -278,7 +278,7 @@ def forward_kernel(
             if FIRST & GATE:
                 x *= activation(z, GATE)
             else:
-                # in its own dtype it waits in half the registers
+                # kept in its own dtype it takes half the registers
                 zs = zs + (z.to(z_ptr.dtype.element_ty),)
         xs = xs + (x,)
     ws = ()
@@ -322,8 +322,8 @@ def forward_kernel(
         if N_COLS & (N_COLS - 1) == 0:
             mean *= 1.0 / N_COLS
         else:
-            # rounded to nearest, where a constant's reciprocal is off by an ulp: the mean of a row of one value is that
-            # value if fp32 holds its sum, and 0 is left of the row, not an ulp over √eps
+            # an exact division: a constant's reciprocal is off by an ulp. A row of one value then has this value as its
+            # mean, if fp32 holds its sum, and becomes 0, not an ulp over √eps
             mean = tl.div_rn(mean, 1.0 * N_COLS)
         centred = ()
         for i in tl.static_range(CHUNKS):
@@ -352,7 +352,7 @@ def forward_kernel(
             else:
                 w = load_weight(w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, (i + 1) * BLOCK_C > N_COLS)
             w = w.to(tl.float32)
-            # a layer norm has an offset beside a table only
+            # a layer norm adds an offset only with a table
             y *= w if HAS_MEAN and not TABLE else w + offset
             if TWICE and x_ptr.dtype.element_ty == w_ptr.dtype.element_ty:
                 # two 16-bit dtypes multiply in fp32, as torch promotes them
@@ -368,7 +368,7 @@ def forward_kernel(
         if y_ptr is not None:
             store(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
         if codes_ptr is not None:
-            # codes are those of the rounded y
+            # the codes are those of y rounded to the dtype of x
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
             if QUANT == ROW:
                 largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
@@ -377,9 +377,9 @@ def forward_kernel(
                 by_block = tl.reshape(y, (BLOCK_R, TILES, 128))
                 scales, factors = scales_of(tl.max(tl.abs(by_block), 2))
                 y = tl.reshape(by_block * factors[:, :, None], (BLOCK_R, BLOCK_C))
-                at = i * TILES + tl.arange(0, TILES)
-                ok = in_tile(rows, at, n_rows, N_COLS // 128, True, True)
-                tl.store(scales_ptr + (rows * (N_COLS // 128))[:, None] + at[None, :], scales, mask=ok)
+                blocks = i * TILES + tl.arange(0, TILES)
+                ok = in_tile(rows, blocks, n_rows, N_COLS // 128, True, True)
+                tl.store(scales_ptr + (rows * (N_COLS // 128))[:, None] + blocks[None, :], scales, mask=ok)
                 codes = e4m3_codes(y, codes_ptr.dtype.element_ty)
                 store(codes_ptr, y_rows + cols[None, :], codes, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
     if QUANT == ROW:
@@ -463,13 +463,13 @@ def backward_kernel(
     if TABLE:
         entry = tl.program_id(0).to(tl.int64)
         program, programs = tl.program_id(1), tl.num_programs(1)
-        count = n_rows // n_entries
+        n_places = n_rows // n_entries
         if w_ptr is not None:
             w_ptr += entry * N_COLS
         if b_ptr is not None:
             b_ptr += entry * N_COLS
     else:
-        program, programs, count = tl.program_id(0), tl.num_programs(0), n_rows
+        program, programs, n_places = tl.program_id(0), tl.num_programs(0), n_rows
     ws = ()
     bs = ()
     dw = ()
@@ -484,15 +484,15 @@ def backward_kernel(
         dw = dw + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
         db = db + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
 
-    for tile in tl.range(program, tl.cdiv(count, BLOCK_R), programs, num_stages=STAGES):
-        at = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        row_ok = at < count
+    for tile in tl.range(program, tl.cdiv(n_places, BLOCK_R), programs, num_stages=STAGES):
+        places = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        row_ok = places < n_places
         if TABLE:
             # divided in 32 bits, as in forward
-            of_entry = at.to(tl.int32)
-            rows = ((of_entry // repeat).to(tl.int64) * n_entries + entry) * repeat + of_entry % repeat
+            places32 = places.to(tl.int32)
+            rows = ((places32 // repeat).to(tl.int64) * n_entries + entry) * repeat + places32 % repeat
         else:
-            rows = at
+            rows = places
         rstd = tl.load(stats_ptr + rows, mask=row_ok, other=0.0)
         if HAS_MEAN:
             mean = tl.load(stats_ptr + n_rows + rows, mask=row_ok, other=0.0)
@@ -506,7 +506,7 @@ def backward_kernel(
         new_db = ()
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-            mask = in_tile(at, cols, count, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+            mask = in_tile(places, cols, n_places, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
             x_offsets = (rows * x_row_stride * VEC)[:, None] + cols[None, :]
             dy_offsets = (rows * dy_row_stride * VEC)[:, None] + cols[None, :]
             n = load_tile(x_ptr, x_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
@@ -516,27 +516,27 @@ def backward_kernel(
                 z = load_tile(z_ptr, z_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
                 gate, slope = activation_and_slope(z, GATE)
                 if FIRST & GATE:
-                    # in their own dtype they wait in half the registers
+                    # kept in their own dtype they take half the registers
                     xs = xs + (n.to(x_ptr.dtype.element_ty),)
                     zs = zs + (z.to(z_ptr.dtype.element_ty),)
                     n *= gate
             if STABLE:
-                hit = mask & (n == signed[:, None])
+                attains = mask & (n == signed[:, None])
             if HAS_MEAN:
                 # subtract first: rstd·x - rstd·mean is one instruction less, and off by |x|/σ·2⁻²⁴ far from zero
                 n -= mean[:, None]
             n *= rstd[:, None]
             if STABLE:
-                n = mark(n, hit.to(tl.int32))
+                n = mark(n, attains.to(tl.int32))
             if AFTER & GATE:
                 if dz_ptr is not None:
-                    t = n
+                    ungated = n
                     if w_ptr is not None:
-                        t *= ws[i][None, :]
+                        ungated *= ws[i][None, :]
                     if b_ptr is not None:
-                        t += bs[i][None, :]
+                        ungated += bs[i][None, :]
                     dz_offsets = (rows * N_COLS)[:, None] + cols[None, :]
-                    store(dz_ptr, dz_offsets, g * t * slope, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                    store(dz_ptr, dz_offsets, g * ungated * slope, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
                 g *= gate
             if NEED_W:
                 new_dw = new_dw + (dw[i] + g * n,)
@@ -576,7 +576,7 @@ def backward_kernel(
                 share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
             for i in tl.static_range(CHUNKS):
                 cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-                mask = in_tile(at, cols, count, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+                mask = in_tile(places, cols, n_places, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
                 dx = gs[i] * rstd[:, None] - ns[i] * (a * rstd)[:, None]
                 if HAS_MEAN:
                     dx -= (c * rstd)[:, None]

@@ -266,14 +266,14 @@ def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -
 
 
 @functools.cache
-def _gpu(index: int) -> tuple[int, bool]:
+def _properties(index: int) -> tuple[int, bool]:
     shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
     return shared, torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
 
 
-def _about(x: Tensor) -> tuple[int, bool]:
+def _shared_memory_and_e4m3(x: Tensor) -> tuple[int, bool]:
     """Return a program's bytes of shared memory, and whether the GPU rounds to e4m3 in one instruction."""
-    return _gpu(x.device.index) if x.is_cuda else (232448, False)
+    return _properties(x.device.index) if x.is_cuda else (232448, False)
 
 
 def _rows(t: Tensor | None, n_cols: int, even: bool = False) -> tuple[Tensor | None, int]:
@@ -332,9 +332,9 @@ def forward(
     weight, bias = (v if v is None else aligned(v.contiguous()) for v in (weight, bias))
     stats = None
     itemsize = (x if s is None else s).element_size()
-    stored_codes = codes if codes is None or not _about(x)[1] else codes.view(torch.float8_e4m3fn)
+    stored_codes = codes if codes is None or not _shared_memory_and_e4m3(x)[1] else codes.view(torch.float8_e4m3fn)
     vec = math.gcd(8, n_cols)
-    # a layer norm of 16 bits gains by one program for a row up to twice the width
+    # a 16-bit layer norm is faster by one program a row up to twice the width
     one_program = n_cols <= MAX_FORWARD_COLS * (2 if options.has_mean and itemsize == 2 else 1)
     # the kernel for wide rows always stores statistics: their cost is small beside a wide row
     if keep or not one_program:
@@ -373,7 +373,7 @@ def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, st
         return True
     if gate is not None or stable or table.entries > 1 or INTERPRET or torch.version.hip is not None:
         return False
-    shared, _ = _about(x)
+    shared, _ = _shared_memory_and_e4m3(x)
     # the programs of a team poll, so they must run at the same time
     return 2 * backward_team(n_cols, itemsize, 2, shared).size <= sm_count(x)
 
@@ -393,7 +393,7 @@ def backward(
     dw = _empty(weight) if needs.need_w and weight is not None else None
     db = _empty(bias) if needs.need_b and bias is not None else None
     weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
-    sums = (dw is not None) + (db is not None)
+    n_sums = (dw is not None) + (db is not None)
     itemsize = max(t.element_size() for t in (x, dy, gate) if t is not None)
     # only a gate after the norm multiplies the bias
     bias = bias if gate is not None and not options.gate_first else None
@@ -405,19 +405,19 @@ def backward(
     strides = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows)
     needed = (dw is not None, db is not None)
     n_read = 2 + (ds is not None) + (gate is not None)
-    entries, (shared, _) = table.entries, _about(x)
+    entries, (shared, _) = table.entries, _shared_memory_and_e4m3(x)
     if in_team:
         team = backward_team(n_cols, itemsize, n_read, shared)
         programs = team.teams(n_rows, sm_count(x))
     else:
         tile = backward_tile(
-            n_cols, itemsize, n_read, shared, options.stable, max(sums, bias is not None),
+            n_cols, itemsize, n_read, shared, options.stable, max(n_sums, bias is not None),
             _gate_constant(gate, options), entries,
         )  # fmt: skip
         programs = min(max(1, tile.per_sm * sm_count(x) // entries), cdiv(n_rows // entries, tile.rows))
     partials = None
-    if sums:
-        partials = torch.empty((sums, entries, programs, n_cols), dtype=torch.float32, device=x.device)
+    if n_sums:
+        partials = torch.empty((n_sums, entries, programs, n_cols), dtype=torch.float32, device=x.device)
     tensors = (dy_rows, ds, x_rows, weight, stats, dx, partials)
     if in_team:
         words = torch.zeros(4 * programs * team.rows * team.size + 1, dtype=torch.int64, device=x.device)

@@ -130,22 +130,22 @@ def _forward(
     if not x.numel():
         return _shapes(x, residual, o)
     if uses_triton(x, residual, gate):
-        of_rows: Any = table(x.shape, bias if weight is None else weight)
-        if _launch().has_forward(x, gate, of_rows, o):
-            return _launch().forward(x, residual, gate, weight, bias, of_rows, o, keep)  # type: ignore[no-any-return]
+        weight_table: Any = table(x.shape, bias if weight is None else weight)
+        if _launch().has_forward(x, gate, weight_table, o):
+            return _launch().forward(x, residual, gate, weight, bias, weight_table, o, keep)  # type: ignore[no-any-return]
     if o.quantize:
         y, s, _, _, stats = _forward(x, residual, gate, weight, bias, o._replace(quantize=0))
         codes, scales = definition.to_e4m3(y, 128 if o.quantize == 2 else x.shape[-1])  # type: ignore[arg-type]
         return None, s, codes.view(torch.uint8), scales, stats
     s = x if residual is None else torch.add(x, residual).contiguous()
-    # what the definition gives back needs no statistics, a team of wide rows that were rounded twice does
+    # the definition's backward needs no statistics, but a team's does, for wide rows that were rounded twice
     stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=arguments.accumulator(s))
 
-    def by_kernels(f: Tensor, *_: Any) -> Any:
-        alone = Options(o.eps, 0.0, o.has_mean, False, *NONE)
-        found = _launch().forward(f, None, None, None, None, Table(1, 1), alone)
-        stats.copy_(found[4])  # type: ignore[arg-type]
-        return found[0]
+    def by_kernels(rows: Tensor, *_: Any) -> Any:
+        plain = Options(o.eps, 0.0, o.has_mean, False, *NONE)
+        results = _launch().forward(rows, None, None, None, None, Table(1, 1), plain)
+        stats.copy_(results[4])  # type: ignore[arg-type]
+        return results[0]
 
     normalise = by_kernels if uses_triton(s) and not o.stable else definition.normalised
     y = definition.forward(s, gate, weight, bias, o, x.dtype, normalise)
@@ -166,15 +166,15 @@ def _backward(
     """Return dx, dz, dw and db, and where x is a sum, dx in the dtype of what was added; None if not needed."""
     o, need = Options(*options), Needs(*needs)
     if not x.numel():
-        empty = zip((x, gate, weight, bias), need, strict=True)
-        dx, dz, dw, db = (None if t is None or not wanted else t.new_zeros(t.shape) for t, wanted in empty)
+        inputs = zip((x, gate, weight, bias), need, strict=True)
+        dx, dz, dw, db = (None if t is None or not needed else t.new_zeros(t.shape) for t, needed in inputs)
         return dx, dz, dw, db, None
     if uses_triton(x, gate):
-        of_rows: Any = table(x.shape, bias if weight is None else weight)
-        if _launch().has_backward(x, max(x.element_size(), dy.element_size()), gate, of_rows, o.stable):
+        weight_table: Any = table(x.shape, bias if weight is None else weight)
+        if _launch().has_backward(x, max(x.element_size(), dy.element_size()), gate, weight_table, o.stable):
             # kernels read memory by address; a batching rule may pass a strided view
             stats = stats.contiguous()
-            return _launch().backward(dy, ds, x, gate, stats, weight, bias, of_rows, o, x_dtype, need)  # type: ignore[no-any-return]
+            return _launch().backward(dy, ds, x, gate, stats, weight, bias, weight_table, o, x_dtype, need)  # type: ignore[no-any-return]
     return *definition.backward(dy, ds, x, gate, weight, bias, o, need), None  # type: ignore[return-value]
 
 
@@ -182,7 +182,7 @@ def _four_gradients(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, options: Options, x_dtype: torch.dtype, needs: Needs,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dx, dz, dw and db: a second dx is what kernels of some widths alone write, so no result of an operator."""
+    """Return dx, dz, dw and db; not the second dx, which only the kernels of some widths write."""
     return _backward(dy, ds, x, gate, stats, weight, bias, options, x.dtype, needs)[:4]
 
 
@@ -200,12 +200,12 @@ def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
 @register_fake(backward_op)
 def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     gate, _, weight, bias, *_ = rest
-    wanted = zip((x, gate, weight, bias), rest[-4:], strict=True)
-    return tuple(None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
+    inputs = zip((x, gate, weight, bias), rest[-4:], strict=True)
+    return tuple(None if t is None or not need else t.new_empty(t.shape) for t, need in inputs)
 
 
 def _public(results: Results) -> Any:
-    """Return y; (y, s); or, of a call in 8 bits and of the operator, y, s, codes and scales."""
+    """Return y; (y, s); or (y, s, codes, scales) in 8 bits and from the registered operator."""
     y, s, codes, *_ = results
     if codes is not None:
         return results[:4]
@@ -214,7 +214,7 @@ def _public(results: Results) -> Any:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     x, residual, gate, weight, bias, *options = inputs
-    # an eager call has them in one tuple, the operator each by itself
+    # an eager call passes the options as one tuple, the operator one by one
     ctx.options = options[0] if len(options) == 1 else tuple(options)
     ctx.n_options = len(options)
     ctx.set_materialize_grads(False)
@@ -229,20 +229,20 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, 
     x_dtype, r_dtype = ctx.dtypes
     dx = dr = dz = dw = db = None
     ds = None if r_dtype is None else ds
-    # a row in 8 bits has no gradient, but the operator an empty tensor in the place of y's
+    # 8-bit results have no gradient; the operator passes an empty tensor in the place of dy
     if dy is not None and not ctx.options[-1]:
         s, gate, stats, weight, bias = ctx.saved_tensors
         needs = need_x or need_r, need_z, need_w, need_b
-        ds, dz, dw, db, *second = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
-        dx = second[0] if second else None
+        ds, dz, dw, db, *dx_cast = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
+        dx = dx_cast[0] if dx_cast else None
     # x and residual have the same gradient: one tensor for both, as torch.add returns
     if ds is not None:
         if need_x and dx is None:
             dx = ds if ds.dtype == x_dtype else ds.to(x_dtype)
         if need_r:
             dr = ds.to(r_dtype)
-    rows = dx if need_x else None, dr, dz if need_z else None
-    return *rows, dw if need_w else None, db if need_b else None, *(None,) * ctx.n_options
+    row_gradients = dx if need_x else None, dr, dz if need_z else None
+    return *row_gradients, dw if need_w else None, db if need_b else None, *(None,) * ctx.n_options
 
 
 def _infer(
@@ -286,15 +286,15 @@ def _decomposed(
     """Return the norm as torch's operations if a compiler sees this call and takes it so (see COMPILED), else None."""
     if COMPILED != "torch" or not torch.compiler.is_compiling():
         return None
-    _, offset, has_mean, stable, *others = options
-    if gate is not None or stable or (has_mean and offset) or tuple(others) != NONE:
+    _, offset, has_mean, stable, *rest = options
+    if gate is not None or stable or (has_mean and offset) or tuple(rest) != NONE:
         return None
     # a value that is not a tensor raises later
     if getattr(weight, "ndim", 1) != 1 or getattr(bias, "ndim", 1) != 1:
         return None
     check_arguments(x, residual, None, weight, bias, options)
     s = x if residual is None else x + residual
-    # with the strides of the kernels' results, so that a view of them fits compiled or not
+    # contiguous like the kernels' results, so that a view works whether compiled or not
     y = definition.definition(s, None, weight, bias, Options(*options), x.dtype).contiguous()
     return y if residual is None else (y, s.contiguous())
 
@@ -303,24 +303,24 @@ def _call(
     op: str, n: int, x: Tensor, weight: Any, bias: Any, residual: Any, gate: Any, groups: int, eps: Any, offset: Any,
     *others: Any,
 ) -> Any:  # fmt: skip
-    """Return a norm of the last n dimensions as one, or of groups of columns; `others` are the last options."""
+    """Return a norm over the last n dimensions together, or over groups of columns; `others` are the last options."""
     if n > 1 or groups != 1:
         rows = reshaped(op, n, groups, x, weight, bias, residual, gate)
-        found = _call(op, 1, *rows, 1, eps, offset, *others)
-        if isinstance(found, Tensor):
+        outputs = _call(op, 1, *rows, 1, eps, offset, *others)
+        if isinstance(outputs, Tensor):
             # groups alone: a view by a shape takes the host 1 µs longer
-            return found.flatten(-2) if n == 1 else found.view(x.shape)
+            return outputs.flatten(-2) if n == 1 else outputs.view(x.shape)
         # scales of rows in 8 bits stay as they are
-        return tree_map(lambda t: t.view(x.shape) if t.shape == rows[0].shape else t, found)
+        return tree_map(lambda t: t.view(x.shape) if t.shape == rows[0].shape else t, outputs)
     options = (eps, offset if type(offset) is float else check.number(op, "offset", offset), *others)
-    if (found := _decomposed(x, residual, gate, weight, bias, options)) is not None:
-        return found
+    if (outputs := _decomposed(x, residual, gate, weight, bias, options)) is not None:
+        return outputs
     results = norm(x, residual, gate, weight, bias, options)
     if options[-1]:
         _, s, codes, scales = results
         quantized = Quantized(codes.view(torch.float8_e4m3fn), scales)
         return quantized if residual is None else (quantized, s)
-    # the operator has four results
+    # the registered operator always has four results
     if residual is not None:
         return results[:2]
     return results if isinstance(results, Tensor) else results[0]
@@ -329,7 +329,7 @@ def _call(
 def _options(
     rounding: str, gate: Any, gate_first: bool, gate_act: str, groups: int, quantize: str | None, out_dtype: Any
 ) -> tuple[Any, ...]:
-    """Return the options that `NONE` stands for in other calls of rms_norm."""
+    """Check the options of rms_norm; return them in the order of `NONE`."""
     if rounding not in ("once", "twice"):
         raise ValueError(f"rms_norm: rounding must be 'once' or 'twice', got {rounding!r}")
     if quantize not in QUANTIZE:
@@ -348,11 +348,11 @@ def _options(
 def _as_torchs(
     op: str, x: Tensor, weight: Any, bias: Any, more: tuple[Any, ...], eps: float | None
 ) -> tuple[int, Tensor | None, Tensor | None, float | None]:
-    """Return over how many dimensions a call as torch's goes, weight, bias and eps, or say how to write it."""
+    """Return how many dimensions a call as torch's normalises, weight, bias and eps; or raise how to write it."""
     if not isinstance(weight, _SHAPES):
-        given, kind = next((n for n in (*more, bias) if isinstance(n, float)), "..."), type(weight).__name__
-        keywords = f"{op}: options are keywords: write {op}(x, weight, bias, eps={given}), or as torch"
-        raise TypeError(f"{keywords} {op}(x, (n,), weight); weight is of type {kind}")
+        eps_given, kind = next((n for n in (*more, bias) if isinstance(n, float)), "..."), type(weight).__name__
+        message = f"{op}: options are keywords: write {op}(x, weight, bias, eps={eps_given}), or as torch"
+        raise TypeError(f"{message} {op}(x, (n,), weight); weight is of type {kind}")
     check.floating(op, "x", x)
     shape = tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
     if not all(isinstance(n, (int, torch.SymInt)) for n in shape):
@@ -399,8 +399,8 @@ def layer_norm(
     The adaptive norm of diffusion transformers is ``layer_norm(x, scale[:, None], shift[:, None], offset=1.0)``. Calls
     as torch's, ``layer_norm(x, normalized_shape, weight, bias, eps)``, work too, also over several last dimensions.
 
-    A row of one value v is the bias exactly, on a GPU if fp32 holds N·v and one program the row (16384 columns). Else
-    the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
+    A row of one value v gives the bias exactly; on a GPU only if fp32 holds N·v and the row has at most 16384 columns.
+    Else the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
@@ -408,11 +408,11 @@ def layer_norm(
             shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
         bias: like weight; if both are given they have one shape.
         *more: bias and eps of a call as torch's.
-        eps: added to the variance; ≥ 0, but in a call as torch's.
+        eps: added to the variance; ≥ 0, except in a call as torch's.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         stable: normalise :math:`s/m` instead of :math:`s`.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        out_dtype: of y; None: that of x.
+        out_dtype: dtype of y; None: that of x.
         **unknown: refused; gates, groups and 8 bits are options of `rms_norm`.
 
     Returns:
@@ -420,7 +420,7 @@ def layer_norm(
 
     Gradients flow to x, residual, weight and bias, through y and s. Backward computes only the needed ones, and
     repeats them bit for bit from run to run. It keeps x (or s) and 8 bytes per row, 12 if stable. On a GPU, options
-    that rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
+    without a kernel for rows wider than 16384 columns (backward: 8192) run as torch operations.
 
     Raises:
         TypeError: a tensor is not floating-point, eps is not a number, or an option is not one of these.

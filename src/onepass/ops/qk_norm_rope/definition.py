@@ -11,7 +11,7 @@ from onepass.core.eager import recording
 from onepass.ops.norm.definition import normalised
 
 
-def _one(
+def _norm_rope(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float, offset: float,
     interleaved: bool,
 ) -> Tensor:  # fmt: skip
@@ -19,17 +19,17 @@ def _one(
     n = normalised(x.to(torch.promote_types(x.dtype, torch.float32)).contiguous(), eps, has_mean=False)
     n = n if weight is None else n * (weight.to(n.dtype) + offset)
     half = cos.shape[-1]
-    at = torch.arange(n.shape[-3], device=n.device) if positions is None else positions
-    inside = (at >= 0) & (at < len(cos))
-    of_tokens = (t.detach().to(n.dtype)[torch.where(inside, at, 0)] for t in (cos, sin))
-    c, s = (torch.where(inside[..., None], t, torch.nan)[..., None, :] for t in of_tokens)
+    position = torch.arange(n.shape[-3], device=n.device) if positions is None else positions
+    inside = (position >= 0) & (position < len(cos))
+    tables = (t.detach().to(n.dtype)[torch.where(inside, position, 0)] for t in (cos, sin))
+    c, s = (torch.where(inside[..., None], t, torch.nan)[..., None, :] for t in tables)
     if interleaved:
         a, b = n[..., : 2 * half : 2], n[..., 1 : 2 * half : 2]
-        turned = [torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)]
+        rotated = [torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)]
     else:
         a, b = n[..., :half], n[..., half : 2 * half]
-        turned = [a * c - b * s, b * c + a * s]
-    return torch.cat((*turned, n[..., 2 * half :]), -1).to(x.dtype)
+        rotated = [a * c - b * s, b * c + a * s]
+    return torch.cat((*rotated, n[..., 2 * half :]), -1).to(x.dtype)
 
 
 def forward(
@@ -38,21 +38,21 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k, normed and rotated."""
     rest = cos, sin, positions, eps, offset, interleaved
-    return _one(q, q_weight, *rest), _one(k, k_weight, *rest)
+    return _norm_rope(q, q_weight, *rest), _norm_rope(k, k_weight, *rest)
 
 
 def backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k and both weights by autograd, in their dtypes; None for those not needed."""
-    *others, needs = rest
+    *options, needs = rest
     inputs: list[Any] = [t if t is None else t.detach() for t in (q, k, q_weight, k_weight)]
     for t, need in zip(inputs, needs, strict=True):
         if need:
             t.requires_grad_()
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     with recording():
-        results = zip(forward(*inputs, *others), (dq, dk), strict=True)
-        known = [(y, dy) for y, dy in results if y.requires_grad]
-        found = iter(torch.autograd.grad([y for y, _ in known], wanted, [dy for _, dy in known]) if wanted else ())
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
+        results = zip(forward(*inputs, *options), (dq, dk), strict=True)
+        pairs = [(y, dy) for y, dy in results if y.requires_grad]
+        grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs]) if wanted else ())
+    return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)

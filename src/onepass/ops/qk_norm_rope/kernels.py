@@ -366,13 +366,13 @@ def forward(
     """Return q and k, normed and rotated, contiguous."""
     new_q, new_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     heads = heads_of(q.shape[-1], 2 * cos.shape[-1], interleaved, FORWARD_TILE)
-    tables, places = _tables(q, cos, sin, positions)
+    tables, table_sizes = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
     tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
     (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
     launch(
         rope_forward_kernel, (sum(tiles), 1, 1), (q, k, *_vectors(q_weight, k_weight), *tables, new_q, new_k),
-        (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads,
+        (*sizes, *q_strides, *k_strides, *table_sizes, tiles[0], float(eps), float(offset)), heads,
         num_warps=WARPS,
     )  # fmt: skip
     return new_q, new_k
@@ -390,13 +390,13 @@ def backward(
     )
     itemsize = max(q.element_size(), dq.element_size())
     heads = heads_of(q.shape[-1], 2 * cos.shape[-1], interleaved, BACKWARD_BYTES // itemsize)
-    tables, places = _tables(q, cos, sin, positions)
+    tables, table_sizes = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
-    # masks and a part that is not rotated take registers, so fewer programs fit a multiprocessor
+    # masks and columns that are not rotated take registers: fewer programs fit a multiprocessor
     per_sm = 4 if heads.rotary == heads.d and heads.d & (heads.d - 1) == 0 else 3
     programs = min(per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
     rows = [_heads(t) for t in (dq, dk, q, k)]
-    strides = [s for _, of_one in rows for s in of_one]
+    strides = [s for _, of_tensor in rows for s in of_tensor]
     n_weights = needs[2] + needs[3]
     q_partials = k_partials = None
     if n_weights:
@@ -405,7 +405,7 @@ def backward(
     launch(
         rope_backward_kernel, (programs, 1, 1),
         (*(t for t, _ in rows), *_vectors(q_weight, k_weight), *tables, dq_in, dk_in, q_partials, k_partials),
-        (*sizes, *strides, *places, float(eps), float(offset)), (*heads, BACKWARD_STAGES),
+        (*sizes, *strides, *table_sizes, float(eps), float(offset)), (*heads, BACKWARD_STAGES),
         num_warps=WARPS,
     )  # fmt: skip
     if n_weights:

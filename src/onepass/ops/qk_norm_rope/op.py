@@ -66,9 +66,9 @@ def _check(
         check.tensor(OP, "positions", positions)
         if positions.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{OP}: positions must be int32 or int64, got {positions.dtype}")
-        of_tokens = q.shape[:-2]
-        if positions.shape not in (of_tokens[-1:], of_tokens):
-            accepted = f"{tuple(of_tokens[-1:])} or {tuple(of_tokens)}"
+        token_shape = q.shape[:-2]
+        if positions.shape not in (token_shape[-1:], token_shape):
+            accepted = f"{tuple(token_shape[-1:])} or {tuple(token_shape)}"
             raise ValueError(f"{OP}: positions must be {accepted}; got {tuple(positions.shape)}")
         check.same_device(OP, "positions", positions, "q", q)
         # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
@@ -88,7 +88,7 @@ def _forward(
 
 
 def _way(q: Tensor, k: Tensor, *others: Tensor | None) -> Any:
-    """Return what computes: kernels, or the definition where they don't run or there is nothing to do."""
+    """Return the module that computes: kernels, or the definition where they don't run or have nothing to do."""
     return _kernels() if uses_triton(q, k, *others) and (q.numel() or k.numel()) else definition
 
 

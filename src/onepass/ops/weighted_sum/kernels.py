@@ -19,8 +19,8 @@ from onepass.ops._shared.kernels_memory import load
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding
 
-# column tiles of one split in forward; columns of one split with tensor cores; most splits of a row. Longer rows have
-# several splits, as few long rows would otherwise leave most of the GPU idle
+# column tiles of a split in forward; columns of a split with tensor cores; most splits of a row. Long rows are split,
+# as few of them would otherwise leave most of the GPU idle
 SPLIT_TILES, DOT_SPLIT_COLS, MAX_SPLITS = 8, 8192, 1024
 
 
@@ -86,12 +86,12 @@ def forward_kernel(
         for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
             in_cols = cols < n_cols - start
             x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C).to(tl.float32)
-            new = ()
+            new_accs = ()
             for r in tl.static_range(N_VECTORS):
                 w = load(w_ptr + (n_cols * r + start), cols, in_cols, not EVEN_C).to(tl.float32)
                 w = tl.broadcast_to(w[None, :], (BLOCK_R, BLOCK_C))
-                new = new + (add_products(accs[r], x, w, VECTOR),)
-            accs = new
+                new_accs = new_accs + (add_products(accs[r], x, w, VECTOR),)
+            accs = new_accs
         out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
         for r in tl.static_range(N_VECTORS):
             tl.store(y_ptr + out + r, tl.sum(accs[r], 1).to(y_ptr.dtype.element_ty), mask=rows < n_rows)
@@ -134,12 +134,12 @@ def backward_kernel(
             ws = ws + (load(w_ptr + (n_cols * r + first), cols, in_cols, not EVEN_C).to(tl.float32),)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * N_VECTORS
     for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1), num_stages=STAGES):
-        top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        first_rows = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
         # all loads of the tile before its first store: the compiler does not move loads across stores
         xs = ()
         dys = ()
         for u in tl.static_range(UNROLL):
-            rows = top + u * BLOCK_R
+            rows = first_rows + u * BLOCK_R
             in_rows = rows < n_rows
             if NEED_W:
                 mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
@@ -150,7 +150,7 @@ def backward_kernel(
                 dys = dys + (dy.to(tl.float32)[:, None],)
         for u in tl.static_range(UNROLL):
             if NEED_X:
-                rows = top + u * BLOCK_R
+                rows = first_rows + u * BLOCK_R
                 mask = (rows < n_rows)[:, None] if EVEN_C else (rows < n_rows)[:, None] & in_cols[None, :]
                 dx = dys[u * N_VECTORS] * ws[0][None, :]
                 for r in tl.static_range(1, N_VECTORS):
@@ -159,10 +159,10 @@ def backward_kernel(
                 tl.store(dx_rows + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if NEED_W:
                 x = xs[u].to(tl.float32)
-                new = ()
+                new_dws = ()
                 for r in tl.static_range(N_VECTORS):
-                    new = new + (dws[r] + dys[u * N_VECTORS + r] * x,)
-                dws = new
+                    new_dws = new_dws + (dws[r] + dys[u * N_VECTORS + r] * x,)
+                dws = new_dws
     if NEED_W:
         for r in tl.static_range(N_VECTORS):
             out = (tl.cast(group, tl.int64) * N_VECTORS + r) * n_cols + first
@@ -197,7 +197,7 @@ def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, i
 
 
 def _backward_tile(
-    n_rows: int, n_cols: int, vector: int, n_vectors: int, alone: bool
+    n_rows: int, n_cols: int, vector: int, n_vectors: int, only_dw: bool
 ) -> tuple[int, int, int, int | None, int]:
     """Return (UNROLL, BLOCK_R, BLOCK_C, STAGES, num_warps).
 
@@ -209,7 +209,7 @@ def _backward_tile(
         vector = min(vector, 4)
     block_c = least_padding(n_cols, vector)
     warps = 8 if block_c <= 16 * vector else 4
-    if alone:
+    if only_dw:
         return 1, min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
     block_r = max(1, warps * 32 * vector // block_c)
     return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, None, warps
@@ -272,12 +272,12 @@ def backward(
     rows = as_rows(x) if need_w else None
     # `.sum().backward()` gives dy with stride 0
     dy = dy.reshape(-1, len(vectors)).contiguous()
-    of_x, of_w = (None if t is None else t.view(-1, x.shape[-1]) for t in (dx, dw))
-    if of_x is not None and of_w is not None and _in_two_passes(of_x, len(vectors)):
-        _backward_pass(dy, rows, None, None, of_w)
-        _backward_pass(dy, None, vectors, of_x, None)
+    dx_rows, dw_rows = (None if t is None else t.view(-1, x.shape[-1]) for t in (dx, dw))
+    if dx_rows is not None and dw_rows is not None and _in_two_passes(dx_rows, len(vectors)):
+        _backward_pass(dy, rows, None, None, dw_rows)
+        _backward_pass(dy, None, vectors, dx_rows, None)
     elif need_x or need_w:
-        _backward_pass(dy, rows, vectors if need_x else None, of_x, of_w)
+        _backward_pass(dy, rows, vectors if need_x else None, dx_rows, dw_rows)
     return dx, dw
 
 
@@ -286,17 +286,17 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
-    shape = dw if weight is None else weight
-    like = dx if x is None else x
-    assert shape is not None
-    assert like is not None
-    n_vectors, n_cols = shape.shape
-    n_rows = len(like)
+    vectors = dw if weight is None else weight
+    rows = dx if x is None else x
+    assert vectors is not None
+    assert rows is not None
+    n_vectors, n_cols = vectors.shape
+    n_rows = len(rows)
     row_stride = n_cols if x is None else x.stride(0)
     unit = _unit(n_cols, row_stride)
-    vector = min(unit, 16 // like.element_size())
-    alone = dx is None and n_vectors == 1
-    unroll, block_r, block_c, stages, warps = _backward_tile(n_rows, n_cols, vector, n_vectors, alone)
+    vector = min(unit, 16 // rows.element_size())
+    only_dw = dx is None and n_vectors == 1
+    unroll, block_r, block_c, stages, warps = _backward_tile(n_rows, n_cols, vector, n_vectors, only_dw)
     row_tiles, col_tiles = cdiv(n_rows, unroll * block_r), cdiv(n_cols, block_c)
     partials, groups = dw, min(row_tiles, 65535)
     if dw is not None:
