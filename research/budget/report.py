@@ -41,7 +41,7 @@ def table(records: Pairs) -> str:
             lines.append(_line(cells))
     heads = ["task", "in view", "seconds", "family", "bits per byte", "model", "seed", *_HEADS]
     lines += ["", *_heading(heads)]
-    order = sorted(records, key=lambda pair: (pair[0].task == "hidden", pair[0].n, pair[0].seconds, _bits(pair[1])))
+    order = sorted(records, key=lambda p: (p[0].task == "hidden", p[0].n, p[0].seconds, p[1].get("bits", np.inf)))
     for run, record in order:
         first = [TASKS[run.task], f"{run.n:,}", f"{run.seconds:g}", NAMES[run.family]]
         if "bits" in record:
@@ -59,10 +59,6 @@ def _spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds."""
     mean = f"{np.mean(values):.4f}"
     return f"{mean} ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else mean
-
-
-def _bits(record: Record) -> float:
-    return float(record.get("bits", np.inf))
 
 
 def _model(run: Run) -> str:

@@ -101,17 +101,14 @@ class Run:
     def words(self) -> list[str]:
         """Return the options that the family has and that are not the defaults, as a list has them."""
         own = (*COMMON, *FAMILIES[self.family])
-        some = [f for f in fields(Run) if f.name in own and getattr(self, f.name) != f.default]
-        return [f"{f.name}={_told(getattr(self, f.name))}" for f in some]
+        some = [(f, getattr(self, f.name)) for f in fields(Run) if f.name in own]
+        changed = [(f.name, value) for f, value in some if value != f.default]
+        return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changed]
 
     @property
     def name(self) -> str:
         """Return the name of the run's files."""
         return "_".join([self.family, *self.words()])
-
-
-def _told(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parse(line: str) -> list[Run]:

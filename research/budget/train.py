@@ -28,7 +28,8 @@ from research.budget.text import Text
 
 # torch's kernels that never hold the n × n scores
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-PACE = 20  # steps that are timed
+PACE = 20  # steps that are timed before the first weights
+TRIAL = 16  # one part in so many of the run tells its pace again: an untrained router fills its experts unevenly
 POINTS = 8  # measurements, the last one after the last step
 CURVE, FINAL = 2**18, 2**20  # bytes of validation text at each point, and in the end
 MASKED = 0.15  # part of the bytes that are hidden, where they are
@@ -185,27 +186,32 @@ def train(run: Run, text: Text, cut: Path, deadline: float) -> Record | None:
             part.compile(fullgraph=True, dynamic=False)
     step = Step(run, model, batches)
     at, curve, seconds, pace = 0, list[dict[str, Any]](), 0.0, step.capture()
-    steps = max(1, int(1e3 * run.seconds / pace))
+    steps = max(1, round(1e3 * run.seconds / pace))
+    trial = steps // TRIAL
     if cut.exists():
-        at, steps, curve, seconds, pace = restore(cut, step)
-    marks = {round(steps * point / POINTS) for point in range(1, POINTS + 1)} | {steps}
-    setup, rise = time.perf_counter() - begun, max(1, min(300, steps // 20))
+        at, steps, trial, curve, seconds, pace = restore(cut, step)
+    setup = time.perf_counter() - begun
     while at < steps:
+        if 0 < at == trial:
+            pace, trial = 1e3 * seconds / at, 0
+            steps = max(at + 1, round(1e3 * run.seconds / pace))
+        marks = {round(steps * point / POINTS) for point in range(1, POINTS + 1)} | {steps, trial}
+        rise = max(1, min(300, steps // 20))
         synchronize(device)
         begun = time.perf_counter()
         while True:
             step(min(1.0, (at + 1) / rise) * 0.5 * (1 + math.cos(math.pi * at / steps)))
             at += 1
-            if late := at < steps and time.monotonic() > deadline:
-                break
-            if at in marks:
+            late = at < steps and time.monotonic() > deadline
+            if late or at in marks:
                 break
         synchronize(device)
         seconds += time.perf_counter() - begun
         if late:
-            keep(cut, step, (at, steps, curve, seconds, pace))
+            keep(cut, step, (at, steps, trial, curve, seconds, pace))
             return None
-        curve.append({"step": at, "seconds": round(seconds, 3), "bits": measure(step, CURVE)})
+        if at != trial:
+            curve.append({"step": at, "seconds": round(seconds, 3), "bits": measure(step, CURVE)})
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if step.cuda else 0.0
     record = {
         "card": torch.cuda.get_device_name(device) if step.cuda else "cpu", "torch": torch.__version__,

@@ -107,24 +107,22 @@ def test_bad_files_are_refused(tmp_path: Path, file: Path, capsys: pytest.Captur
     assert "give more text" in refused("run", out, *long)
 
 
-def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(
+def test_a_run_takes_its_seconds_and_one_that_is_cut_goes_on_as_if_it_had_not_been(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few(monkeypatch)
-    timed = train.Step.timed
-    # the same number of steps for both
-    monkeypatch.setattr(train.Step, "timed", lambda self, steps: math.copysign(10.0, timed(self, steps)))
-    run = Run("experts", **{**TINY, "seconds": 0.1, "grams": 64})
+    # milliseconds of a step before training and then
+    ticks, take, ms = list[float](), train.Step.__call__, (4, 1)
+    monkeypatch.setattr(train.Step, "__call__", lambda s, share: (ticks.append(ms[share != 1e-3]), take(s, share)))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: 1e-3 * sum(ticks))
+    run = Run("experts", **{**TINY, "seconds": 0.064, "grams": 64})
     read, cut = text.read(file, CPU), tmp_path / "some.cut"
-    whole = train.train(run, read, cut, math.inf)
-    # one step a call
-    times = 0
-    while (record := train.train(run, read, cut, time.monotonic() if times < 3 else math.inf)) is None:
+    whole = train.train(run, read, cut, math.inf) or {}
+    for _ in range(3):  # one step a call
+        assert train.train(run, read, cut, time.monotonic()) is None
         assert cut.exists()
-        times += 1
-    assert times == 3
-    assert whole is not None
-    assert (record["steps"], record["bits"]) == (whole["steps"], whole["bits"]) == (10, whole["bits"])
+    record = train.train(run, read, cut, math.inf) or {}
+    assert [record[name] for name in ("steps", "bits", "seconds")] == [64, whole["bits"], 0.06]
     assert [(p["step"], p["bits"]) for p in record["curve"]] == [(p["step"], p["bits"]) for p in whole["curve"]]
     assert not cut.exists()
     cut.write_bytes(b"{}")
