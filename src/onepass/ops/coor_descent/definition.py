@@ -16,17 +16,17 @@ from onepass.ops._shared.arguments import accumulator, beside_rows, by_rows, col
 
 def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> list[float]:
     """Return the eps of each of the T steps, then that of the final gates."""
-    out = [max(eps if eps_init is None else eps_init, eps)]
+    epsilons = [max(eps if eps_init is None else eps_init, eps)]
     for _ in range(n_iters):
-        out.append(max(out[-1] * eps_decay, eps))
-    return out
+        epsilons.append(max(epsilons[-1] * eps_decay, eps))
+    return epsilons
 
 
 def _steps(s: Tensor, k: Tensor, epsilons: list[float]) -> tuple[Tensor, Tensor]:
     """Return gates (..., n) and the thresholds of all steps (..., T); s is -inf where masked, k (..., 1)."""
     valid = s != -math.inf
     count = valid.sum(-1, keepdim=True)
-    # a row without candidates: zeros take part, but have no gate
+    # in a row without valid entries zeros take part; their gates are 0
     inside = valid | (count == 0)
     s = torch.where(valid, s, 0.0)
     levels = [epsilons[0] * (count.clamp(min=1).to(s.dtype).log() - k.log())]
@@ -56,7 +56,7 @@ def forward(
     """Return gates and trace (..., 2T): the thresholds, each as its nearest number and the rest."""
     epsilons, dtype = schedule(n_iters, eps, eps_init, eps_decay), accumulator(scores)
 
-    def some(s: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def of_rows(s: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         y, levels = _steps(s, k, epsilons)
         rest = (levels - levels.to(dtype)).nan_to_num(nan=0.0)
         return y.to(scores.dtype), torch.cat((levels, rest), -1).to(dtype)
@@ -64,7 +64,7 @@ def forward(
     s, lead = wide_rows(scores, mask), scores.shape[:-1]
     if not s.numel():
         return torch.empty_like(scores), s.new_zeros((*lead, 2 * n_iters * want_trace), dtype=dtype)
-    y, trace = by_rows(some, s, column(k, k_value, s))
+    y, trace = by_rows(of_rows, s, column(k, k_value, s))
     return from_rows(y, scores), trace.view(*lead, -1) if want_trace else trace.new_empty((*lead, 0))
 
 
@@ -75,20 +75,20 @@ def backward(
     """Return ds (rows, n) and dk (rows, 1) by a recursion over the steps, from the last to the first."""
     epsilons = schedule(n_iters, eps, eps_init, eps_decay)
 
-    def some(s: Tensor, gy: Tensor, k: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    def of_rows(s: Tensor, gy: Tensor, k: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         x = (s - level[:, -1:]) / epsilons[-1]
         # an upstream inf or NaN has no effect where the gate is constant
         ds = torch.where((x <= 0) & (x.exp() > 0), gy * x.exp() / epsilons[-1], 0.0)
         da, dk = ds.sum(-1, keepdim=True), torch.zeros_like(k)
         for t in range(n_iters - 1, 0, -1):
-            now, before, share = level[:, t : t + 1], level[:, t - 1 : t], da / k
+            level_t, level_before, share = level[:, t : t + 1], level[:, t - 1 : t], da / k
             dk += epsilons[t] * share
-            ds -= torch.where(s <= before, share * ((s - now) / epsilons[t]).exp(), 0.0)
-            saturated = (s > before).sum(-1, keepdim=True)
-            da = torch.where(saturated > 0, share * saturated * ((before - now) / epsilons[t]).exp(), 0.0)
+            ds -= torch.where(s <= level_before, share * ((s - level_t) / epsilons[t]).exp(), 0.0)
+            saturated = (s > level_before).sum(-1, keepdim=True)
+            da = torch.where(saturated > 0, share * saturated * ((level_before - level_t) / epsilons[t]).exp(), 0.0)
         return ds.to(scores.dtype), dk + epsilons[0] * da / k
 
     s = wide_rows(scores, mask)
     pairs = trace.reshape(len(s), 2 * n_iters).double()
     levels = pairs[:, :n_iters] + pairs[:, n_iters:]
-    return by_rows(some, s, gy.reshape(s.shape).double(), column(k, k_value, s), levels)  # type: ignore[return-value]
+    return by_rows(of_rows, s, gy.reshape(s.shape).double(), column(k, k_value, s), levels)  # type: ignore[return-value]

@@ -61,8 +61,8 @@ def epsilon(t, first, log2_decay, last):
 @triton.jit
 def count_and_top(s, BLOCK_R: tl.constexpr):
     """Return the number of valid entries of each row (NaN if one of them is NaN), and the largest."""
-    ones = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
-    return row_sum(ones, BLOCK_R), row_max(s, BLOCK_R)
+    counted = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
+    return row_sum(counted, BLOCK_R), row_max(s, BLOCK_R)
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def backward_kernel(
 ):
     """Run the scalar recursion from da_T down; an element adds up the weights of all steps that left it unsaturated.
 
-    The last steps share one eps and one exponential per element; in units of it (d = da·e^((base - here)/eps)) the
+    The last steps share one eps and one exponential per element; in units of it (d = da·e^((base - level)/eps)) the
     recursion itself needs none. Before step n_changing each step may have its own eps and exponential.
     """
     gy_row_stride *= VEC
@@ -292,15 +292,15 @@ def backward_kernel(
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows)
     trace = trace_ptr + rows * (2 * n_iters)
     z = s - tl.load(trace + 2 * n_iters - 1, mask=in_rows, other=0.0)
-    here = tl.load(trace + n_iters - 1, mask=in_rows, other=0.0)
-    ds = last_gradient(z, gy, here, epsilon(n_iters, eps_first, log2_decay, eps_last))
+    level = tl.load(trace + n_iters - 1, mask=in_rows, other=0.0)
+    ds = last_gradient(z, gy, level, epsilon(n_iters, eps_first, log2_decay, eps_last))
     if N_SPLITS > 0:
         parts = tl.arange(0, N_SPLITS)
         da = tl.sum(tl.load(partial_ptr + rows * n_splits + parts, mask=parts < n_splits, other=0.0), 0)
     else:
         da = row_sum(ds, BLOCK_R)
     per_k = 1.0 / k
-    dk = tl.zeros_like(here)
+    dk = tl.zeros_like(level)
     t = n_iters - 1
     # prefetch the threshold and count of the next step during this one
     before = tl.load(trace + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
@@ -309,27 +309,27 @@ def backward_kernel(
         eps = epsilon(t, eps_first, log2_decay, eps_last)
         scale = LOG2E / eps
         weight = tl.zeros_like(z)
-        base = here
+        base = level
         while (t >= n_changing) & (t > 0):
             next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
             next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
             if k_ptr is not None:
-                dk += eps * da * tl.exp2((here - base) * scale)
+                dk += eps * da * tl.exp2((level - base) * scale)
             weight += tl.where(z <= before, da, 0.0)
             da *= saturated * per_k
-            here = before
-            leaves = tl.abs(here - base) > WINDOW * eps
+            level = before
+            leaves = tl.abs(level - base) > WINDOW * eps
             if largest(leaves.to(tl.int32), BLOCK_R) > 0:
                 # the cap keeps 0·inf away: only saturated entries, of weight 0, have exponents above 80
                 ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
                 weight = tl.zeros_like(z)
-                da = tl.where(da == 0, 0.0, da * tl.exp2((here - base) * scale))
-                base = here
+                da = tl.where(da == 0, 0.0, da * tl.exp2((level - base) * scale))
+                base = level
             before = next_before
             saturated = next_saturated
             t -= 1
         ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
-        da = tl.where(da == 0, 0.0, da * tl.exp2((here - base) * scale))
+        da = tl.where(da == 0, 0.0, da * tl.exp2((level - base) * scale))
     while t > 0:
         next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
         next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
@@ -338,9 +338,9 @@ def backward_kernel(
         if k_ptr is not None:
             dk += eps * da
         da *= per_k
-        ds -= tl.where(z <= before, da * tl.exp2((z - here) * scale), 0.0)
-        da = tl.where(saturated == 0, 0.0, da * saturated * tl.exp2((before - here) * scale))
-        here = before
+        ds -= tl.where(z <= before, da * tl.exp2((z - level) * scale), 0.0)
+        da = tl.where(saturated == 0, 0.0, da * saturated * tl.exp2((before - level) * scale))
+        level = before
         before = next_before
         saturated = next_saturated
         t -= 1
@@ -380,7 +380,7 @@ def forward(
     trace = scratch(s, *scores.shape[:-1], 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()
-    notes = trace if want_trace else None
+    stored_trace = trace if want_trace else None
     s, k, _, mask = even(s, k, None, mask)
     plan = shape(n_rows, n_cols, PER_WARP * (2 if n_cols > CROWDED else 1), FORWARD_MAX_COLS)
     # wide rows get 128 registers per thread, so more run at once
@@ -390,7 +390,7 @@ def forward(
                *schedule(n_iters, eps, eps_init, eps_decay))  # fmt: skip
     alone = plan.programs, (0, 1, plan.block_r, plan.block_c), None, of_one
     programs, tile, slots, options = alone if plan.splits == 1 else teams(s, *TEAM)
-    launch(forward_kernel, (programs, 1, 1), (s, k, mask, y, notes, slots), numbers, (*tile, vec), **options)
+    launch(forward_kernel, (programs, 1, 1), (s, k, mask, y, stored_trace, slots), numbers, (*tile, vec), **options)
     return y, trace
 
 

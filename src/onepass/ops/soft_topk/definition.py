@@ -14,9 +14,9 @@ from onepass.core.sums import row_sum
 from onepass.ops._shared.arguments import accumulator, beside_rows, by_rows, column, from_rows, valid_entries, wide_rows
 
 KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
-# far enough to saturate every gate
+# a c that saturates every gate
 ALL_ONES = -1e30
-# a sum of gates may be off by this much, relative to k; beyond FAR eps every gate is 0 or 1; scores for a first guess
+# accepted relative error of a sum of gates; eps from the threshold beyond which gates are 0 or 1; scores of a sample
 EXACT, FAR, SAMPLE = 1e-14, 800.0, 64
 
 
@@ -34,7 +34,7 @@ def gate(u: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _offsets(s: Tensor, base: Tensor, eps: Tensor) -> Tensor:
-    """Return (s - base)/eps; with base +inf, scores of +inf share k: 0 for them, -inf for all others."""
+    """Return (s - base)/eps; where base is +inf, scores of +inf share k: 0 for them, -inf for all others."""
     x = torch.where(s.isinf(), s, (s.masked_fill(s.isinf(), 0.0) - base) / eps)
     return torch.where(base == math.inf, torch.where(s == math.inf, 0.0, -math.inf), x)
 
@@ -52,7 +52,7 @@ def _newton(
         y, w = gate(x - c, kind)
         total, slope = row_sum(y), row_sum(w)
         done = done | ((total - k).abs() <= EXACT * k)
-        # for a GPU the host does not wait
+        # on a GPU the host does not wait for this
         if not x.is_cuda and bool(done.all()):
             break
         low = total >= k
@@ -72,9 +72,9 @@ def solve(s: Tensor, k: Tensor, eps: Tensor, kind: str) -> tuple[Tensor, Tensor]
 
     With base +inf, scores of +inf share k; c saturates all gates where k is not below their number.
     """
-    valid, endless = s != -math.inf, (s == math.inf).sum(-1, keepdim=True)
-    shared = (endless > 0) & (endless >= k)
-    n = torch.where(shared, endless, valid.sum(-1, keepdim=True)).to(s.dtype)
+    valid, n_infinite = s != -math.inf, (s == math.inf).sum(-1, keepdim=True)
+    shared = (n_infinite > 0) & (n_infinite >= k)
+    n = torch.where(shared, n_infinite, valid.sum(-1, keepdim=True)).to(s.dtype)
     poisoned = ~((k > 0) & (eps > 0)) | s.isnan().any(-1, keepdim=True)
     full = k >= n
     k = torch.where(full | poisoned, math.nan, k)
@@ -82,18 +82,18 @@ def solve(s: Tensor, k: Tensor, eps: Tensor, kind: str) -> tuple[Tensor, Tensor]
     rank = (k * (sample.shape[-1] / s.shape[-1])).nan_to_num(0.0).long().clamp(0, sample.shape[-1] - 1)
     guess = sample.gather(-1, rank)
     base = torch.where(shared, math.inf, torch.where(guess.isfinite(), guess, 0.0))
-    c, found = _newton(_offsets(s, base, eps), k, n, kind, torch.zeros_like(k), -FAR, FAR, 16)
-    found &= shared | (c.abs() <= 32) | k.isnan()
-    if s.is_cuda or not bool(found.all()):
-        # the k-th score is less than FAR above, or the one after it as little below; on a GPU all rows take part
-        at = torch.arange(len(s), device=s.device) if s.is_cuda else (~found[:, 0]).nonzero()[:, 0]
-        some, of_k, of_eps = s[at], k[at], eps[at]
-        top = some.sort(dim=-1, descending=True).values
-        kth, after = (top.gather(-1, i.long().clamp(0, s.shape[-1] - 1)) for i in (of_k.ceil() - 1, of_k.floor()))
-        lo = (after - kth) / of_eps - FAR
-        of_c, _ = _newton(_offsets(some, kth, of_eps), of_k, n[at], kind, torch.zeros_like(lo), lo, FAR, 160)
-        base = torch.where(found, base, base.index_copy(0, at, kth))
-        c = torch.where(found, c, c.index_copy(0, at, of_c))
+    c, solved = _newton(_offsets(s, base, eps), k, n, kind, torch.zeros_like(k), -FAR, FAR, 16)
+    solved &= shared | (c.abs() <= 32) | k.isnan()
+    if s.is_cuda or not bool(solved.all()):
+        # the threshold is at most FAR eps above the k-th score and FAR below the following one; on a GPU for all rows
+        at = torch.arange(len(s), device=s.device) if s.is_cuda else (~solved[:, 0]).nonzero()[:, 0]
+        scores, of_k, of_eps = s[at], k[at], eps[at]
+        top = scores.sort(dim=-1, descending=True).values
+        kth, following = (top.gather(-1, i.long().clamp(0, s.shape[-1] - 1)) for i in (of_k.ceil() - 1, of_k.floor()))
+        lo = (following - kth) / of_eps - FAR
+        new_c, _ = _newton(_offsets(scores, kth, of_eps), of_k, n[at], kind, torch.zeros_like(lo), lo, FAR, 160)
+        base = torch.where(solved, base, base.index_copy(0, at, kth))
+        c = torch.where(solved, c, c.index_copy(0, at, new_c))
     c = torch.where(poisoned, math.nan, torch.where(full, ALL_ONES, c))
     return base, c
 
@@ -109,8 +109,8 @@ def definition(
     k, eps = beside_rows(k, scores), beside_rows(eps, scores)
     s = torch.where(valid, scores, -math.inf)
     with torch.no_grad():
-        rows, of_k, of_eps = (t.detach().reshape(-1, t.shape[-1]).double() for t in (s, k, eps))
-        base, c = (t.view(*lead, 1).to(s.dtype) for t in solve(rows, of_k, of_eps, kind))
+        rows, k_rows, eps_rows = (t.detach().reshape(-1, t.shape[-1]).double() for t in (s, k, eps))
+        base, c = (t.view(*lead, 1).to(s.dtype) for t in solve(rows, k_rows, eps_rows, kind))
     u = _offsets(s, base, eps) - c
     y, w = gate(u, kind)
     slope = w.sum(-1, keepdim=True).detach()
@@ -124,7 +124,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return gates and solution (..., 2)."""
 
-    def some(s: Tensor, k: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    def of_rows(s: Tensor, k: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         base, c = solve(s, k, eps, KINDS[kind])
         y, _ = gate(_offsets(s, base, eps) - c, KINDS[kind])
         return y.to(scores.dtype), torch.cat((base, c), -1).to(accumulator(scores))
@@ -132,7 +132,7 @@ def forward(
     s = wide_rows(scores, mask)
     if not s.numel():
         return torch.empty_like(scores), s.new_zeros((*scores.shape[:-1], 2), dtype=accumulator(scores))
-    y, state = by_rows(some, s, column(k, k_value, s), column(eps, eps_value, s))
+    y, state = by_rows(of_rows, s, column(k, k_value, s), column(eps, eps_value, s))
     return from_rows(y, scores), state.view(*scores.shape[:-1], 2)
 
 
@@ -142,7 +142,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return ds (rows, n), dk and deps (rows, 1) by the implicit function theorem."""
 
-    def some(s: Tensor, gy: Tensor, eps: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    def of_rows(s: Tensor, gy: Tensor, eps: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         u = _offsets(s, state[:, :1], eps) - state[:, 1:]
         _, w = gate(u, KINDS[kind])
         # an upstream inf or NaN has no effect where the gate is constant
@@ -153,4 +153,4 @@ def backward(
         return ((gw - q * w) / eps).to(scores.dtype), q, deps
 
     s = wide_rows(scores, mask)
-    return by_rows(some, s, gy.reshape(s.shape).double(), column(eps, eps_value, s), state.reshape(-1, 2).double())
+    return by_rows(of_rows, s, gy.reshape(s.shape).double(), column(eps, eps_value, s), state.reshape(-1, 2).double())

@@ -56,9 +56,9 @@ HUGE = tl.constexpr(1e30)
 # the largest fp32 number below 1
 BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
-# far enough to saturate every gate, finite so that -inf scores stay -inf
+# a c that saturates every gate; finite, so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)
-# beyond this many eps a threshold is a trial point, whose low digits don't matter
+# more than this many eps from the base, c is only a trial: its low digits don't matter
 FAR = tl.constexpr(1e4)
 # rounding of fp32, and the Newton step whose square is below it
 TINY = tl.constexpr(1.2e-7)
@@ -111,17 +111,17 @@ def first_look(s, pivot, BLOCK_R: tl.constexpr):
     d = tl.where(allowed, s - pivot, 0.0)
     lo = tl.where(allowed, s, INF)
     squares = d * d
-    looks = tl.reduce((n, d, squares, lo, s), 1 if BLOCK_R > 1 else 0, combine_looks, keep_dims=BLOCK_R > 1)
-    n, total, squares, lo, hi = looks
-    endless = tl.zeros_like(hi)
+    reduced = tl.reduce((n, d, squares, lo, s), 1 if BLOCK_R > 1 else 0, combine_looks, keep_dims=BLOCK_R > 1)
+    n, total, squares, lo, hi = reduced
+    n_infinite = tl.zeros_like(hi)
     if largest((hi == INF).to(tl.int32), BLOCK_R) > 0:
         finite = tl.abs(s) < INF
         d = tl.where(finite, s - pivot, 0.0)
         total, squares = pair_sum(d, d * d, BLOCK_R)
-        endless = row_sum(tl.where(s == INF, 1.0, 0.0), BLOCK_R)
+        n_infinite = row_sum(tl.where(s == INF, 1.0, 0.0), BLOCK_R)
         hi = row_max(tl.where(finite, s, -INF), BLOCK_R)
-        n -= endless
-    return n, total, squares, endless, lo, hi
+        n -= n_infinite
+    return n, total, squares, n_infinite, lo, hi
 
 
 @triton.jit
@@ -174,18 +174,18 @@ def guess(pivot, count, total, squares, p, eps, KIND: tl.constexpr):
 
 
 @triton.jit
-def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.constexpr):
+def begin(pivot, count, total, squares, n_infinite, lo, hi, k, eps, KIND: tl.constexpr):
     """Return bracket and first guess of the search from a row's stats, or the solution if it has a closed form."""
     k = tl.where((k > 0) & (eps > 0), k, float("nan"))
     nan = (count != count) | (k != k)
-    ones = k >= count + endless
-    shared = (endless >= k) & (ones == 0)
+    ones = k >= count + n_infinite
+    shared = (n_infinite >= k) & (ones == 0)
     done = tl.where(nan | ones | shared, 1.0, 0.0)
-    edge = inverse(k - endless, count, KIND)
-    base = guess(pivot, count, total, squares, k / (count + endless), eps, KIND)
+    edge = inverse(k - n_infinite, count, KIND)
+    base = guess(pivot, count, total, squares, k / (count + n_infinite), eps, KIND)
     base = tl.where((base >= lo - edge * eps) & (base <= hi - edge * eps), base, 0.5 * lo + 0.5 * hi - edge * eps)
-    closed = tl.where(k < endless, -inverse(k, endless, KIND), ALL_ONES)
-    c = tl.where(nan, 0.0, tl.where(ones, ALL_ONES, tl.where(shared, closed, 0.0)))
+    c_shared = tl.where(k < n_infinite, -inverse(k, n_infinite, KIND), ALL_ONES)
+    c = tl.where(nan, 0.0, tl.where(ones, ALL_ONES, tl.where(shared, c_shared, 0.0)))
     base = tl.where(ones, tl.where(count > 0, lo, 0.0), tl.where(shared, INF, base))
     base = tl.where(nan, float("nan"), base)
     lo_key, hi_key = bracket(lo, hi, edge, eps)
@@ -197,8 +197,8 @@ def rebase(base, c, done, eps):
     """Move the base as close to the threshold as fp32 allows; c keeps the rest."""
     moved = base + eps * c
     d = (moved - base) / eps
-    left = tl.where(tl.abs(d) < FAR, c - d, 0.0)
-    return tl.where(done > 0, base, moved), tl.where(done > 0, c, left)
+    c_left = tl.where(tl.abs(d) < FAR, c - d, 0.0)
+    return tl.where(done > 0, base, moved), tl.where(done > 0, c, c_left)
 
 
 @triton.jit
@@ -236,21 +236,21 @@ def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
 @triton.jit
 def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
     """Return Σ gates - k, the size of the saturated set (or Σ slopes) and Newton's step for c, from a pass's sums."""
-    wanted = k - above
-    excess = rest - wanted
+    k_left = k - above
+    excess = rest - k_left
     size = slopes
     step = excess / slopes
     if KIND == CAPPED_EXP:
         size = above
         # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = tl.where(wanted > 0, tl.log(rest / wanted), step)
+        step = tl.where(k_left > 0, tl.log(rest / k_left), step)
         step = tl.where(rest > 0, step, float("nan"))
     elif KIND != CLAMP:
         # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side
-        left = tl.where(k < 0.5 * n, 0.0, n)
-        side = (above - left) + rest
-        log = side / slopes * tl.log(side / (k - left))
-        step = tl.where((tl.abs(excess) > 0.1 * tl.abs(k - left)) & (tl.abs(log) < INF), log, step)
+        asymptote = tl.where(k < 0.5 * n, 0.0, n)
+        distance = (above - asymptote) + rest
+        log = distance / slopes * tl.log(distance / (k - asymptote))
+        step = tl.where((tl.abs(excess) > 0.1 * tl.abs(k - asymptote)) & (tl.abs(log) < INF), log, step)
     return excess, size, step
 
 
@@ -291,22 +291,22 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     # no gate is further from its value than the sum is from k. In the gap between two groups of scores no gate changes,
     # so that any threshold there is right
     arrived = arrived | (tl.abs(excess) <= 4 * TINY * tl.minimum(k, 1.0))
-    low = excess >= 0
+    too_low = excess >= 0
     coarse = fine == 0
-    at = to_key(tl.where(coarse, base, c))
-    lo = tl.where(low, tl.maximum(lo, at - (coarse & (c < 0)).to(tl.int32)), lo)
-    hi = tl.where(low, hi, tl.minimum(hi, at + (coarse & (c > 0)).to(tl.int32)))
+    key = to_key(tl.where(coarse, base, c))
+    lo = tl.where(too_low, tl.maximum(lo, key - (coarse & (c < 0)).to(tl.int32)), lo)
+    hi = tl.where(too_low, hi, tl.minimum(hi, key + (coarse & (c > 0)).to(tl.int32)))
     middle = (lo & hi) + ((lo ^ hi) >> 1)
     closed = middle <= lo
     narrow = closed & (fine > 0)
     arrived = arrived | narrow
     aim = c + step
     moved = base + eps * aim
-    left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
-    goal = to_key(tl.where(coarse, moved, aim))
-    flip = (fine == 1) & low
+    c_left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
+    target = to_key(tl.where(coarse, moved, aim))
+    flip = (fine == 1) & too_low
     # Newton solves most rows; in case it cycles, every fourth step bisects, and so do steps 32 to 63 of every 64
-    newton = (goal > lo) & (goal < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32) & (flip == 0)
+    newton = (target > lo) & (target < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32) & (flip == 0)
     last = tl.where(newton & (size < k), size, -1.0)
     halfway = to_number(middle)
     reach = to_number(hi)
@@ -314,7 +314,7 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     gap = (reach - to_number(lo)) / eps
     next_base = tl.where(coarse, tl.where(newton, moved, halfway), base)
     next_base = tl.where(enter, to_number(lo), tl.where(flip, base + eps * reach, next_base))
-    next_c = tl.where(coarse, tl.where(newton, left, 0.0), tl.where(newton, aim, halfway))
+    next_c = tl.where(coarse, tl.where(newton, c_left, 0.0), tl.where(newton, aim, halfway))
     next_c = tl.where(enter, 0.5 * gap, tl.where(flip, 0.5 * (c - reach), next_c))
     lo = tl.where(enter, 0, tl.where(flip, to_key(c - reach), lo))
     hi = tl.where(enter, to_key(gap), tl.where(flip, 0, hi))
@@ -325,7 +325,7 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
         # if k entries are saturated, the sum is k already, and a step would unsaturate some
         finish = tl.where(size < k, finish, c)
     if KIND == CLAMP:
-        # no last step if its rounding changes many equal gates by more
+        # no last step if its rounding would change many equal gates by more than it mends
         finish = tl.where(tl.abs(excess) <= size * TINY * tl.abs(c), c, finish)
     base = tl.where((done > 0) | arrived, base, next_base)
     c = tl.where(done > 0, c, tl.where(arrived, finish, next_c))
@@ -340,9 +340,9 @@ def swift_step(u, raw, b, last, k):
     raw is the sum of the entries of E below u, b the number of the others, last that of the previous step.
     """
     newton = u * tl.exp2(tl.minimum((raw + (b - k) * u) / raw, REACH) * LOG2E)
-    new = tl.where(b < k, raw / (k - b), newton)
-    good = (raw > UNDERFLOWN) & (new < 1e17) & (new > 1e-17)
-    return new, good, good & (b < k) & (b == last)
+    next_u = tl.where(b < k, raw / (k - b), newton)
+    reliable = (raw > UNDERFLOWN) & (next_u < 1e17) & (next_u > 1e-17)
+    return next_u, reliable, reliable & (b < k) & (b == last)
 
 
 @triton.jit
@@ -451,7 +451,7 @@ def solve(
         publish(slots + member, squares, squares, visit)
     total, n, phase = team_sums(total, n, mailbox_ptr, member, phase, TEAM, WIDTH)
     if TEAM > 0:
-        squares, _beside = poll(slots, visit, TEAM, WIDTH)
+        squares, _same_squares = poll(slots, visit, TEAM, WIDTH)
         squares = tl.sum(squares, 0)
     base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
     # a NaN or an infinity among the sampled scores makes base NaN or infinite
@@ -471,12 +471,12 @@ def solve(
             saturated = s >= u * (1.0 - EDGE)
             raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
             raw, b, phase = team_sums(raw, b, mailbox_ptr, member, phase, TEAM, WIDTH)
-            new, good, exact = swift_step(u, raw, b, last, k)
-            good = good & (swift > 0)
-            u = tl.where(good, new, u)
+            next_u, reliable, exact = swift_step(u, raw, b, last, k)
+            reliable = reliable & (swift > 0)
+            u = tl.where(reliable, next_u, u)
             last = tl.where(b < k, b, -1.0)
-            done = tl.where(good & exact, 1.0, done)
-            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            done = tl.where(reliable & exact, 1.0, done)
+            swift = tl.where(reliable & (exact == 0), 1.0, 0.0)
             i += 1
         c = tl.log(u)
     elif KIND == CLAMP:
@@ -487,15 +487,15 @@ def solve(
             excess, size, step = newton(0.0, a, b, k, n, KIND)
             # no score in the window: move on by half of it
             step = tl.where(size > 0, step, tl.where(excess > 0, 0.5, -0.5))
-            good = (swift > 0) & (tl.abs(step) < REACH)
-            exact = good & (tl.abs(excess) <= 4 * TINY * k)
-            # one more step, unless its rounding changes many equal gates by more
+            reliable = (swift > 0) & (tl.abs(step) < REACH)
+            exact = reliable & (tl.abs(excess) <= 4 * TINY * k)
+            # a last step, unless its rounding would change many equal gates by more than it mends
             worse = exact & (tl.abs(excess) <= size * TINY * tl.abs(c))
-            c = tl.where(good & (worse == 0), c + step, c)
+            c = tl.where(reliable & (worse == 0), c + step, c)
             # with every gate 0 or 1 the sum is exact, and any threshold between these scores is right
-            level = (swift > 0) & (size == 0) & (excess == 0)
-            done = tl.where((exact & firm(k, size)) | level, 1.0, done)
-            swift = tl.where(good & (exact == 0) & (level == 0), 1.0, 0.0)
+            between = (swift > 0) & (size == 0) & (excess == 0)
+            done = tl.where((exact & firm(k, size)) | between, 1.0, done)
+            swift = tl.where(reliable & (exact == 0) & (between == 0), 1.0, 0.0)
             i += 1
     else:
         s = exponentials(s, base, eps, KIND)
@@ -504,28 +504,28 @@ def solve(
             a, b, phase = team_sums(a, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             _excess, size, step = newton(0.0, a, b, k, n, KIND)
             # keep u itself: its logarithm c rounds relative to |c|
-            new = u * tl.exp2(step * LOG2E)
-            good = (swift > 0) & (tl.abs(step) < REACH) & (new < 1e17) & (new > 1e-17)
-            exact = good & (tl.abs(step) <= SMALL)
-            u = tl.where(good, new, u)
+            next_u = u * tl.exp2(step * LOG2E)
+            reliable = (swift > 0) & (tl.abs(step) < REACH) & (next_u < 1e17) & (next_u > 1e-17)
+            exact = reliable & (tl.abs(step) <= SMALL)
+            u = tl.where(reliable, next_u, u)
             done = tl.where(exact & firm(k, size), 1.0, done)
-            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            swift = tl.where(reliable & (exact == 0), 1.0, 0.0)
             i += 1
         c = tl.log(u)
     if largest(1.0 - done, BLOCK_R) > 0:
         solved = done
-        # clamp has them still, but would keep the differences of moments for first_look, too: 64 registers
+        # clamp still has s, but the compiler would then keep the differences of `moments`, too: 64 registers
         s = load_scores(scores, rows, cols, BLOCK_R)
-        n, total, squares, endless, lo, hi = first_look(s, pivot, BLOCK_R)
-        n, endless, phase = team_sums(n, endless, mailbox_ptr, member, phase, TEAM, WIDTH)
+        n, total, squares, n_infinite, lo, hi = first_look(s, pivot, BLOCK_R)
+        n, n_infinite, phase = team_sums(n, n_infinite, mailbox_ptr, member, phase, TEAM, WIDTH)
         total, squares, phase = team_sums(total, squares, mailbox_ptr, member, phase, TEAM, WIDTH)
         lo, phase = highest(-lo, mailbox_ptr, member, phase, TEAM, WIDTH)
         hi, phase = highest(hi, mailbox_ptr, member, phase, TEAM, WIDTH)
-        first, shift, lo_key, hi_key, closed = begin(pivot, n, total, squares, endless, -lo, hi, k, eps, KIND)
+        first, shift, lo_key, hi_key, closed = begin(pivot, n, total, squares, n_infinite, -lo, hi, k, eps, KIND)
         base = tl.where(solved > 0, base, first)
         c = tl.where(solved > 0, c, shift)
         done = tl.maximum(solved, closed)
-        n += endless
+        n += n_infinite
         fine = tl.zeros_like(done)
         last = fine - 1.0
         i = 0
@@ -545,8 +545,8 @@ def solve(
             y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
             if BLOCK_R > 1:
                 # rows solved before keep their bits, so that a row's result doesn't depend on its neighbours
-                again = gates_of_exponentials(exponentials(s, base, eps, KIND), u, KIND)
-                y = tl.where(solved > 0, again, y)
+                fast = gates_of_exponentials(exponentials(s, base, eps, KIND), u, KIND)
+                y = tl.where(solved > 0, fast, y)
             tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
     elif KIND != CLAMP:
         y = gates_of_exponentials(s, u, KIND)

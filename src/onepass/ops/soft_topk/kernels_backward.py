@@ -111,12 +111,12 @@ def backward_kernel(
         tl.store(out + 2, sum_wx)
         tl.store(out + 3, sum_gwx)
     else:
-        here = tl.arange(0, N_SPLITS)
-        partial = partial_ptr + (rows * n_splits + here) * 4
-        sum_w = tl.sum(tl.load(partial, mask=here < n_splits, other=0.0), 0)
-        sum_gw = tl.sum(tl.load(partial + 1, mask=here < n_splits, other=0.0), 0)
-        sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 0)
-        sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 0)
+        splits = tl.arange(0, N_SPLITS)
+        partial = partial_ptr + (rows * n_splits + splits) * 4
+        sum_w = tl.sum(tl.load(partial, mask=splits < n_splits, other=0.0), 0)
+        sum_gw = tl.sum(tl.load(partial + 1, mask=splits < n_splits, other=0.0), 0)
+        sum_wx = tl.sum(tl.load(partial + 2, mask=splits < n_splits, other=0.0), 0)
+        sum_gwx = tl.sum(tl.load(partial + 3, mask=splits < n_splits, other=0.0), 0)
     if SUMS_ONLY == 0:
         if sums_ptr is not None:
             sum_gw = tl.load(sums_ptr + rows * 2, mask=in_rows, other=0.0)
@@ -154,8 +154,8 @@ def of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return `backward` of rows with unit column stride; deps are empty if not needed.
 
-    A given ds, contiguous, is written to. With `sums` (rows, 2), which
-    are Σ gy·w and Σ gy·w·x, ds is what entries without a gradient of their own get, and gy is None.
+    With `ds`, contiguous, the gradient is written there. `sums` (rows, 2) are Σ gy·w and Σ gy·w·x; gy is None then, and
+    ds is the gradient of entries that have none of their own.
     """
     n_rows, n_cols = s.shape
     if ds is None:

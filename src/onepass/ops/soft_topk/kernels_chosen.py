@@ -1,7 +1,7 @@
-"""Triton backward of soft_topk where only some entries of a row have an upstream gradient, as the chosen ones of topk.
+"""Triton backward of soft_topk where only the chosen entries of a row have an upstream gradient, as in topk.
 
-No row of gy is stored or read: Σ gy·w is a sum over the chosen entries, -q·w/eps goes to the whole row, and then the
-chosen entries get their own gradient. One launch does so for rows that a program holds.
+No row of gy is stored or read: Σ gy·w is a sum over the chosen entries, the whole row gets -q·w/eps, and the chosen
+entries are then overwritten by their own gradient. For rows that a program holds it is one launch.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ def solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows):
 
 
 @triton.jit
-def weigh(chosen, rows, here, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return columns of chosen entries, which of them exist, their φ', gy·φ', and offsets (0 where φ' is 0)."""
-    inside = within(rows, here, chosen.n_rows, chosen.k, BLOCK_R)
-    index = tl.load(chosen.index_ptr + rows * chosen.k + here, mask=inside, other=-1)
-    found = index >= 0
-    s = tl.load(chosen.s_ptr + rows * chosen.s_row_stride + index, mask=found, other=-float("inf")).to(tl.float32)
-    g = chosen.g_ptr + rows * chosen.g_row_stride + here * chosen.g_col_stride
-    g = tl.load(g, mask=found, other=0.0).to(tl.float32)
+def weigh(chosen, rows, places, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Return columns of chosen entries, which of them exist, φ', gy·φ', and offsets (0 where φ' is 0)."""
+    inside = within(rows, places, chosen.n_rows, chosen.k, BLOCK_R)
+    index = tl.load(chosen.index_ptr + rows * chosen.k + places, mask=inside, other=-1)
+    present = index >= 0
+    s = tl.load(chosen.s_ptr + rows * chosen.s_row_stride + index, mask=present, other=-float("inf")).to(tl.float32)
+    g = chosen.g_ptr + rows * chosen.g_row_stride + places * chosen.g_col_stride
+    g = tl.load(g, mask=present, other=0.0).to(tl.float32)
     x = offsets(s, base, eps) - c
     _, w = gates_and_slopes(x, KIND)
-    return index, found, w, tl.where(w > 0, g * w, 0.0), tl.where(w > 0, x, 0.0)
+    return index, present, w, tl.where(w > 0, g * w, 0.0), tl.where(w > 0, x, 0.0)
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def sums(chosen, rows, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr, 
 
 
 @triton.jit
-def overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Overwrite the gradient of some chosen entries."""
-    index, found, w, gw, _ = weigh(chosen, rows, here, base, c, eps, KIND, BLOCK_R)
+def overwrite(chosen, rows, places, ds_ptr, n_cols, base, c, eps, q, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Overwrite the gradient of a tile of chosen entries."""
+    index, present, w, gw, _ = weigh(chosen, rows, places, base, c, eps, KIND, BLOCK_R)
     ds = (gw - q * w) * (1.0 / eps)
-    tl.store(ds_ptr + rows * n_cols + index, ds.to(ds_ptr.dtype.element_ty), mask=found)
+    tl.store(ds_ptr + rows * n_cols + index, ds.to(ds_ptr.dtype.element_ty), mask=present)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -146,8 +146,8 @@ def row_kernel(
         # the stores of the chosen entries come after the row's
         tl.debug_barrier()
         for first in range(0, k, BLOCK_K):
-            here = tile_cols(first, BLOCK_R, BLOCK_K)
-            overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
+            places = tile_cols(first, BLOCK_R, BLOCK_K)
+            overwrite(chosen, rows, places, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -181,10 +181,10 @@ def chosen_kernel(
         tl.store(sums_ptr + rows * 2, sum_gw, mask=rows < n_rows)
         tl.store(sums_ptr + rows * 2 + 1, sum_gwx, mask=rows < n_rows)
     else:
-        here = tile_cols(tl.program_id(1) * BLOCK_K, BLOCK_R, BLOCK_K)
+        places = tile_cols(tl.program_id(1) * BLOCK_K, BLOCK_R, BLOCK_K)
         base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
         q = tl.load(q_ptr + rows, mask=rows < n_rows, other=0.0)
-        overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
+        overwrite(chosen, rows, places, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
 
 
 def backward(
@@ -193,8 +193,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ds (rows, n) in the dtype of s, or empty, and deps (rows, 1) in fp32, empty if not needed.
 
-    g (rows, k) has any strides, indices (rows, k) are contiguous, s (rows, n) has unit column stride. A given ds,
-    contiguous, is written to.
+    g (rows, k) has any strides, indices (rows, k) are contiguous, s (rows, n) has unit column stride. With `ds`,
+    contiguous, the gradient is written there.
     """
     (n_rows, n_cols), k = s.shape, indices.shape[1]
     if ds is None:
@@ -214,22 +214,22 @@ def backward(
             num_warps=plan.warps,
         )  # fmt: skip
         return ds, deps
-    # by k alone
+    # the tile depends on k alone: a row's bits are the same in every batch
     block_k = min(BLOCK, max(8, next_power_of_2(k)))
     block_r, warps = max(1, CHOSEN_PER_WARP // 2 // block_k), max(1, block_k // CHOSEN_PER_WARP)
-    programs, given = cdiv(n_rows, block_r), (indices, g, s, eps, solution)
+    programs, inputs = cdiv(n_rows, block_r), (indices, g, s, eps, solution)
     numbers = (*g.stride(), s.stride(0), stride(eps), n_rows, n_cols, k, eps_value)
-    of_chosen = scratch(s, n_rows, 2)
+    chosen_sums = scratch(s, n_rows, 2)
     launch(
-        chosen_kernel, (programs, 1, 1), (*given, of_chosen, None, None), numbers, (kind, block_r, block_k),
+        chosen_kernel, (programs, 1, 1), (*inputs, chosen_sums, None, None), numbers, (kind, block_r, block_k),
         num_warps=warps,
     )  # fmt: skip
     ds, q, deps = kernels_backward.of_rows(
-        None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
+        None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, chosen_sums
     )
     if need_s:
         launch(
-            chosen_kernel, (programs, cdiv(k, block_k), 1), (*given, None, q, ds), numbers, (kind, block_r, block_k),
+            chosen_kernel, (programs, cdiv(k, block_k), 1), (*inputs, None, q, ds), numbers, (kind, block_r, block_k),
             num_warps=warps,
         )  # fmt: skip
     return ds, deps

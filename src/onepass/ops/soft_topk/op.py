@@ -33,9 +33,9 @@ def backward_chosen(
     g: Tensor, indices: Tensor, scores: Tensor, state: Tensor, eps: Tensor | None, mask: Tensor | None,
     eps_value: float, kind: int, need_scores: bool, need_eps: bool, into: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """As `backward`, of scores and eps, where only the gates at `indices` (..., k) have a gradient, g (..., k).
+    """Return the gradients of scores and eps where only the gates at `indices` (..., k) have a gradient, g (..., k).
 
-    Indices are distinct within a row, or -1: those have none.
+    Indices are distinct within a row; -1 stands for no entry.
     """
     if _way(scores, kind) is definition:
         g = torch.where(indices >= 0, g, 0.0).to(scores.dtype)
