@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def choices(self) -> tuple[tuple[Choice, int], tuple[Choice, int]]:
-        """As `tokens` asks for them."""
+        """Each router's choice, and the tokens of a window that it chooses from (0: the whole sequence)."""
         return (self.queries, 0), (self.keys, self.window if self.causal else 0)
 
 
@@ -62,14 +62,14 @@ class Public(NamedTuple):
 
 @dataclass(slots=True)
 class Saved:
-    """What forward makes for backward; rows are tokens. ν and the matrices are as multiplied."""
+    """What forward keeps for backward; rows are tokens. ν and the matrices have the branches' dtype."""
 
-    vectors: Tensor  # both
+    vectors: Tensor  # of both routers
     stats: Tensor
-    state_q: Tensor | None  # of the choices, as their starts
+    state_q: Tensor | None  # of the choice of queries, with its `starts`
     starts: Tensor | None
     state_kv: Tensor | None
-    within: Tensor | None  # as `choose_within` has it, and what each query sees
+    within: Tensor | None  # indices in windows, and the keys that each query sees: see `choose_within`
     seen: Tensor | None
     stats_q: Tensor
     stats_kv: Tensor
@@ -96,19 +96,19 @@ class Saved:
 def _runs(
     tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan
 ) -> tuple[Runs, Runs]:
-    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries."""
+    """Return the keys that each token of (batch, n, dim) sees in local attention, each chosen query in the heavy."""
     n = tokens.shape[1]
     if is_fake(tokens):
-        # attention without memory reads none, and a symbolic size has no hash
+        # on FakeTensors attention reads no runs, and a symbolic size can't be a key of their cache
         none = Runs(None, at_q, at_q)
         return none, none
     light = runs_of(neighbours, (n, plan.window, plan.causal), tokens.device)._replace(mask=mask)
-    exist = mask is None and not (plan.causal and n % plan.window)
-    there = None if exist else at_kv >= 0
+    no_missing = mask is None and not (plan.causal and n % plan.window)
+    present = None if no_missing else at_kv >= 0
     if seen is None:
-        return light, runs_of(whole, (at_q.shape[1], at_kv.shape[1]), tokens.device)._replace(mask=there)
+        return light, runs_of(whole, (at_q.shape[1], at_kv.shape[1]), tokens.device)._replace(mask=present)
     first, last = seen.unbind()
-    return light, Runs(there, first, last)
+    return light, Runs(present, first, last)
 
 
 def _heads(rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
@@ -138,7 +138,7 @@ def _attend(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
-    qkv, q and kv are rows of products, and so are the attentions' results. `runs` are the light ones, then the heavy.
+    qkv, q, kv and the results are rows as products have them. `runs`: the fields of the light `Runs`, then the heavy.
     """
     batch = at_q.shape[0]
     qk, light_v = split(_heads(qkv, batch, 3, plan.light_heads))
@@ -161,16 +161,16 @@ def _attend_backward(
     *runs: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
-    batch, near, far = at_q.shape[0], plan.light_heads, plan.heavy_heads
+    batch, light_heads, heavy_heads = at_q.shape[0], plan.light_heads, plan.heavy_heads
     d_qkv, dq, dkv = (torch.empty_like(t) for t in (qkv, q, kv))
-    (qk, light_v), (d_qk, d_light_v) = (split(_heads(t, batch, 3, near)) for t in (qkv, d_qkv))
+    (qk, light_v), (d_qk, d_light_v) = (split(_heads(t, batch, 3, light_heads)) for t in (qkv, d_qkv))
     (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
-    dy, y = (_heads(t, batch, 1, near).select(2, 0) for t in (d_light, light))
+    dy, y = (_heads(t, batch, 1, light_heads).select(2, 0) for t in (d_light, light))
     into = d_light_q, d_light_k, d_light_v
     _attention_backward(dy, light_q, light_k, light_v, y, light_lse, runs[:3], into)
     apply_rotary(d_qk, None, True, d_qk)
-    (k, v), (dk, dv) = (_heads(t, batch, 2, far).unbind(2) for t in (kv, dkv))
-    dy, y, query, d_query = (_heads(t, batch, 1, far).select(2, 0) for t in (d_heavy, heavy, q, dq))
+    (k, v), (dk, dv) = (_heads(t, batch, 2, heavy_heads).unbind(2) for t in (kv, dkv))
+    dy, y, query, d_query = (_heads(t, batch, 1, heavy_heads).select(2, 0) for t in (d_heavy, heavy, q, dq))
     _attention_backward(dy, query, k, gated, y, heavy_lse, runs[3:], (d_query, dk, dv))
     apply_rotary(d_query, at_q, True, d_query)
     apply_rotary(dk, at_kv, True, dk)
@@ -219,12 +219,12 @@ def backward_products(
     light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan)
     grads: list[Tensor | None] = [None] * 6
 
-    def gradient(which: int, dy: Tensor, x: Tensor) -> None:
-        if need_weights[which]:
-            grads[1 + which] = weight_gradient(dy, x, dtypes[1 + which])
+    def gradient(i: int, dy: Tensor, x: Tensor) -> None:
+        if need_weights[i]:
+            grads[1 + i] = weight_gradient(dy, x, dtypes[1 + i])
 
     dy = (dy if need_null else to(dy, plan.dtype)).contiguous()
-    # ν takes its gradient from both outputs
+    # ν is in both branches' outputs: its gradient is the difference of their sums
     widths = (0, dim, 0, dim) if need_null else (0, 0, 0, 0)
     rounded, sums, du, d_gates_q, explore_grad = begin_backward(
         dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, True, need_gates,
@@ -236,8 +236,8 @@ def backward_products(
     gradient(1, dy, saved.light)
     gradient(4, du, saved.heavy)
     if sums is not None:
-        of_dy, of_du = sums.split_with_sizes((dim, dim))
-        grads[0] = (of_dy - of_du).to(dtypes[0])
+        dy_sum, du_sum = sums.split_with_sizes((dim, dim))
+        grads[0] = (dy_sum - du_sum).to(dtypes[0])
     d_light, d_heavy = torch.mm(dy, saved.light_out_w), torch.mm(du, saved.heavy_out_w)
     del dy, du
     d_qkv, dq, dkv, d_gates_kv = _attend_backward(
@@ -290,7 +290,7 @@ routed_attention, forward_op = fused(
 
 
 def with_keys(plan: Plan, *tensors: Any) -> tuple[Public, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the same without gradients; rotated keys and values (batch, n, heads, width), light, then heavy ones."""
+    """Compute without gradients; return also rotated keys and values (batch, n, heads, width), light, then heavy."""
     public, saved = forward(plan, *tensors)
     batch = len(public.y)
     _, k, v = _heads(saved.qkv, batch, 3, plan.light_heads).unbind(2)

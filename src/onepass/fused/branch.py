@@ -1,6 +1,6 @@
-"""The steps between the matrix products of routed layers, without autograd: those of several kernels, and in torch.
+"""The steps between the matrix products of routed layers, without autograd: torch's, and those of several kernels.
 
-Torch's have the names and arguments of the launchers in `kernels`: `steps` chooses. Sums over rows (gradients of biases
+Torch's have the names and arguments of launchers in `kernels`; `steps` chooses. Sums over rows (gradients of biases
 and of a norm's weight) stay partials in one buffer, so that one sum adds up those of a whole backward pass.
 """
 
@@ -39,7 +39,7 @@ def programs(x: Tensor, rows: int) -> int:
 def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> tuple[Tensor | None]:
     """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on.
 
-    With a `dtype`, return x rounded to it, and the sums are of that.
+    With a `dtype`, return x rounded to it, and sum the rounded x.
     """
     copy = None if dtype is None else x.to(dtype)
     partials[:, offset : offset + x.shape[1]] = (x if copy is None else copy).sum(0, dtype=partials.dtype)
@@ -84,9 +84,9 @@ def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Copy up to eight tensors to `dtype`, by one kernel where possible; None stays None."""
-    there = [t for t in weights if t is not None]
-    kernels = kernels_for(there[0])
-    if kernels and all(t.is_contiguous() and t.dtype != dtype for t in there):
+    present = [t for t in weights if t is not None]
+    kernels = kernels_for(present[0])
+    if kernels and all(t.is_contiguous() and t.dtype != dtype for t in present):
         return kernels.cast(dtype, *weights)  # type: ignore[no-any-return]
     return tuple(None if t is None else t.to(dtype) for t in weights)
 
@@ -116,33 +116,33 @@ def begin_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dy in the branches' dtype, partials, gradients of the heavy output and the gates, and explore_grad.
 
-    dy is None where it had that dtype. The partials have `widths` columns (0: not wanted) of the hidden and the output
-    gradients, light, then heavy. Without hidden ones they are complete: their sums come back.
+    dy is None where it had that dtype. The partials have `widths` columns (0: not needed): for the gradients of hidden
+    units and outputs, light, then heavy. If none are for hidden units, nothing is missing, and their sums come back.
     """
-    d, way, copy, partials = dy.shape[-1], steps(dy), None, None
+    d, backend, copy, partials = dy.shape[-1], steps(dy), None, None
     if any(widths):
-        wide, rows = torch.promote_types(dy.dtype, torch.float32), way.programs(dy, dy.numel() // d)
+        wide, rows = torch.promote_types(dy.dtype, torch.float32), backend.programs(dy, dy.numel() // d)
         partials = torch.empty((rows, sum(widths)), dtype=wide, device=dy.device)
     if partials is not None and widths[1]:
         # one pass over dy rounds it and sums its rows
         dtype = None if dy.dtype == plan.dtype else plan.dtype
-        (copy,) = way.column_sums(dy.view(-1, d), partials, widths[0], dtype)
+        (copy,) = backend.column_sums(dy.view(-1, d), partials, widths[0], dtype)
         dy = dy if copy is None else copy.view(dy.shape)
     update = update.view(*indices.shape, d)
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates, null)
     d_update = None if d_update is None else d_update.view(-1, d)
     if partials is not None and widths[3] and d_update is not None:
-        way.column_sums(d_update, partials, sum(widths[:3]))
+        backend.column_sums(d_update, partials, sum(widths[:3]))
     if partials is not None and not (widths[0] or widths[2]):
-        partials = way.total(partials)
+        partials = backend.total(partials)
     if not need_explore:
         return copy, partials, d_update, d_gates, None
     scale = -plan.explore_weight * plan.explore_stride
-    return copy, partials, d_update, d_gates, way.explore_gradient(dy, mask, plan.explore_stride, scale)
+    return copy, partials, d_update, d_gates, backend.explore_gradient(dy, mask, plan.explore_stride, scale)
 
 
 def to(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return t in a dtype; to ask first saves the host a call of torch."""
+    """Return t in a dtype; the comparison saves the host a call of torch."""
     return t if t.dtype == dtype else t.to(dtype)
 
 

@@ -1,6 +1,6 @@
-"""The choice of tokens by given scores: of a whole sequence, or of each window.
+"""The choice of tokens by their scores: from a whole sequence, or from each window.
 
-`decide` is differentiable. The others are its steps without autograd, for nodes that compute gradients themselves.
+`decide` is differentiable. The others compute without autograd, for nodes that compute gradients themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     hard: bool  # straight-through: gates are 1
     block: int = 0  # of a causal choice; 0: choose the best of all tokens
     memory: int = 0
-    share: float = 0.0  # k are the places for this share of each row's real tokens; 0: k tokens of each row
+    share: float = 0.0  # choose this share of each row's real tokens, in k places; 0: choose k tokens of each row
 
 
 def row_counts(share: float, mask: Tensor) -> Tensor:
@@ -48,130 +48,130 @@ def first_of_each(indices: Tensor, counts: Tensor) -> Tensor:
     return torch.where(torch.ones_like(indices).cumsum(-1) <= counts[..., None], indices, -1)
 
 
-def decide(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+def decide(scores: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
     """Return indices and differentiable gates, (…, k) for scores (…, n)."""
-    if how.block:
-        return causal_choice.choose(scores, how.share or how.k, how.eps, how.block, how.memory, mask)
-    if how.k == 0:
-        none = scores[..., :0]
-        return none.long(), none
-    kind = soft_topk.KINDS[how.kind]
-    if not (how.share and mask is not None):
-        return op_topk.choose(scores, how.k, how.eps, mask, kind, how.hard)[1:]
-    counts = row_counts(how.share, mask)
-    soft = soft_topk.soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=how.eps, mask=mask, kind=kind)
-    best = op_topk.choose(scores.detach(), how.k, how.eps, mask, kind, True).indices
+    if choice.block:
+        return causal_choice.choose(scores, choice.share or choice.k, choice.eps, choice.block, choice.memory, mask)
+    if choice.k == 0:
+        empty = scores[..., :0]
+        return empty.long(), empty
+    kind = soft_topk.KINDS[choice.kind]
+    if not (choice.share and mask is not None):
+        return op_topk.choose(scores, choice.k, choice.eps, mask, kind, choice.hard)[1:]
+    counts = row_counts(choice.share, mask)
+    soft = soft_topk.soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=choice.eps, mask=mask, kind=kind)
+    best = op_topk.choose(scores.detach(), choice.k, choice.eps, mask, kind, True).indices
     indices = first_of_each(best, counts)
-    if how.hard:
+    if choice.hard:
         return indices, op_topk.gates(soft, indices)
     return indices, torch.where(indices >= 0, soft.gather(-1, indices.clamp_min(0)), 0.0)
 
 
-def _empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _empty_choice(scores: Tensor, choice: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return empty tensors like the results of :func:`choose`."""
-    if how.block:
-        return causal_choice.forward_op(scores, None, how.k, how.share, how.eps, how.block, how.memory)  # type: ignore[no-any-return]
-    shape = (*scores.shape[:-1], how.k)
-    state = None if how.hard and not (how.share and masked) else scores.new_empty((*scores.shape[:-1], 2))
+    if choice.block:
+        return causal_choice.forward_op(scores, None, choice.k, choice.share, choice.eps, choice.block, choice.memory)  # type: ignore[no-any-return]
+    shape = (*scores.shape[:-1], choice.k)
+    state = None if choice.hard and not (choice.share and masked) else scores.new_empty((*scores.shape[:-1], 2))
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state, None
 
 
-def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def choose(scores: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return gates, indices, and the state and starts that :func:`choose_backward` needs.
 
     The state is None for hard gates of k tokens in each row, whose backward computes it.
     """
     if is_fake(scores):
-        return _empty_choice(scores, how, mask is not None)
-    if how.block:
-        return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
-    given = scores, None, mask, None, None, how.k, how.eps, how.kind
-    if not (how.share and mask is not None):
-        return (*op_topk.forward(*given, how.hard, True, True, torch.int64)[1:], None)
-    _, gates, indices, _ = op_topk.forward(*given, True, True, True, torch.int64)
+        return _empty_choice(scores, choice, mask is not None)
+    if choice.block:
+        return causal_choice.forward(scores, mask, choice.k, choice.share, choice.eps, choice.block, choice.memory)
+    arguments = scores, None, mask, None, None, choice.k, choice.eps, choice.kind
+    if not (choice.share and mask is not None):
+        return (*op_topk.forward(*arguments, choice.hard, True, True, torch.int64)[1:], None)
+    _, gates, indices, _ = op_topk.forward(*arguments, True, True, True, torch.int64)
     if kernels := kernels_for(scores):
-        counts = kernels.counts(mask, fraction(how.share))
+        counts = kernels.counts(mask, fraction(choice.share))
     else:
-        counts = row_counts(how.share, mask).clamp_min(1).to(scores.dtype)
-    soft, state = soft_topk.forward(scores, counts, None, mask, 0.0, how.eps, how.kind)
+        counts = row_counts(choice.share, mask).clamp_min(1).to(scores.dtype)
+    soft, state = soft_topk.forward(scores, counts, None, mask, 0.0, choice.eps, choice.kind)
     if kernels:
-        kernels.cut(indices, gates, None if how.hard else soft, counts)
+        kernels.cut(indices, gates, None if choice.hard else soft, counts)
         return gates, indices, state, None
     indices = first_of_each(indices, counts)
-    gates = gates if how.hard else soft.gather(-1, indices.clamp_min(0))
+    gates = gates if choice.hard else soft.gather(-1, indices.clamp_min(0))
     return torch.where(indices >= 0, gates, 0.0), indices, state, None
 
 
 def choose_backward(
-    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor,
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, choice: Choice, indices: Tensor, gates: Tensor,
     state: Tensor | None, starts: Tensor | None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores, written to `into`, contiguous, if that is given."""
+    """Return the gradient of the scores; it is written to `into`, contiguous, unless that is None."""
     if is_fake(scores):
         return torch.empty_like(scores) if into is None else into
-    if how.block and state is not None and starts is not None:
+    if choice.block and state is not None and starts is not None:
         return causal_choice.backward(
-            d_gates, scores, mask, gates, indices, state, starts, how.eps, how.block, how.memory, into
+            d_gates, scores, mask, gates, indices, state, starts, choice.eps, choice.block, choice.memory, into
         )  # fmt: skip
-    given = indices, state, None, mask, None, None, how.eps, how.kind
-    ds, _ = op_topk.backward(scores, None, d_gates, *given, True, True, False, into)
+    arguments = indices, state, None, mask, None, None, choice.eps, choice.kind
+    ds, _ = op_topk.backward(scores, None, d_gates, *arguments, True, True, False, into)
     assert ds is not None
     return ds
 
 
 def choose_within(
-    scores: Tensor, mask: Tensor | None, how: Choice, window: int, at_q: Tensor | None
+    scores: Tensor, mask: Tensor | None, choice: Choice, window: int, at_q: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return what `choose` does, and None.
+    """Return what `choose` returns, and None; with `window` > 0 choose k keys in each window.
 
-    With `window` > 0 each window gives k keys: gates and indices are (batch, windows·k), and in place of the starts
-    stand the indices within windows, (batch·windows, k). The last, (2, batch, queries) int32, holds the first and the
-    last + 1 of the keys that each query in `at_q` (batch, queries) sees: those of the windows before its own. Missing
-    queries come last and see every key, so that the last never decreases.
+    Gates and indices are then (batch, windows·k). The fourth result is not the starts, but the indices within windows,
+    (batch·windows, k). The fifth, (2, batch, queries) int32, holds the first and the last + 1 of the keys that each
+    query in `at_q` (batch, queries) sees: those of the windows before its own. Missing queries come last and see every
+    key, so that last + 1 never decreases.
     """
     if not window or at_q is None:
-        return *choose(scores, mask, how), None
+        return *choose(scores, mask, choice), None
     if is_fake(scores):
         batch, n = scores.shape
         parts = scores.new_empty((batch * cdiv(n, window), window))
-        # only hard gates ask about the last window: the question ties a graph to some lengths
-        masked = mask is not None or bool(how.hard and n % window)
-        gates, within, state, _ = _empty_choice(parts, how, masked)
-        shape, seen = (batch, cdiv(n, window) * how.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
+        # ask about padding for hard gates alone, because the question ties a graph to some lengths
+        masked = mask is not None or bool(choice.hard and n % window)
+        gates, within, state, _ = _empty_choice(parts, choice, masked)
+        shape, seen = (batch, cdiv(n, window) * choice.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
         return gates.new_empty(shape), within.new_empty(shape), state, within, seen
-    gates, within, state, _ = choose(*windows(scores, mask, window), how)
+    gates, within, state, _ = choose(*windows(scores, mask, window), choice)
     if kernels := kernels_for(scores):
         indices, seen = kernels.place(within, at_q, window)
     else:
         indices = of_sequence(within, len(scores), window)
-        last = torch.where(at_q >= 0, at_q // window * how.k, indices.shape[1]).to(torch.int32)
+        last = torch.where(at_q >= 0, at_q // window * choice.k, indices.shape[1]).to(torch.int32)
         seen = torch.stack((torch.zeros_like(last), last))
     return gates.view(indices.shape), indices, state, within, seen
 
 
 def choose_within_backward(
-    d_gates: Tensor | None, mask: Tensor | None, how: Choice, window: int, gates: Tensor, indices: Tensor,
+    d_gates: Tensor | None, mask: Tensor | None, choice: Choice, window: int, gates: Tensor, indices: Tensor,
     state: Tensor | None, where: Tensor | None, scores: Tensor, into: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradient of the scores (batch, n) to `into`; `where` are starts, or with a window indices within it."""
+    """Write the gradient of the scores (batch, n) to `into`; `where`: starts, or with a window the indices within."""
     d_gates = torch.zeros_like(gates) if d_gates is None else d_gates
     if not window or where is None:
-        choose_backward(d_gates, scores, mask, how, indices, gates, state, where, into)
+        choose_backward(d_gates, scores, mask, choice, indices, gates, state, where, into)
         return
     if is_fake(scores):
         return
     parts, real = windows(scores, mask, window)
-    whole = parts.numel() == into.numel()
+    unpadded = parts.numel() == into.numel()
     ds = choose_backward(
-        d_gates.reshape(where.shape), parts, real, how, where, gates.reshape(where.shape), state, None,
-        into.view(parts.shape) if whole else None,
+        d_gates.reshape(where.shape), parts, real, choice, where, gates.reshape(where.shape), state, None,
+        into.view(parts.shape) if unpadded else None,
     )  # fmt: skip
-    if not whole:
+    if not unpadded:
         into.copy_(ds.view(len(scores), -1)[:, : scores.shape[1]])
 
 
 def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Tensor | None]:
-    """Return values (batch, n, …) and mask (batch, n) as (batch·windows, block, …); padding is masked."""
+    """Return values (batch, n, …) and mask (batch, n) as (batch·windows, block, …), padded and then masked."""
     batch, n, *rest = values.shape
     missing = -n % block
     if missing:

@@ -1,6 +1,6 @@
-"""One more token through a routed layer by nine kernels a block. Layers and caches are typed as Any: they import this.
+"""A step of decoding by kernels: one more token through a routed block in nine launches.
 
-The same as the modules' own steps to rounding, with the residual added; the caches keep what those would.
+Results, residual added, and caches are those of the modules' steps, to rounding. Layers are Any: they import this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART, PARTS = 512, 64
 
 
 def fits(x: Tensor) -> bool:
-    """Return whether tokens (batch, 1, dim) can go through these kernels, as far as the tokens decide."""
+    """Return whether these kernels take tokens (batch, 1, dim); `nn` asks whether they fit the layer."""
     return uses_triton(x) and len(x) <= MOST_ROWS and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -33,41 +33,41 @@ def _launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any, 
 def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     """Return x + attention (batch, 1, dim) of one more token of each sequence."""
     light, heavy, position = layer.light, layer.heavy, cache.clock.position
-    far, dim = cache.heavy.keys, x.shape[-1]
+    keys, dim = cache.heavy.keys, x.shape[-1]
     x = x.contiguous()
-    for_light, for_heavy, gates = _choose(
+    light_x, heavy_x, gates = _choose(
         layer.router_q, cache.queries, x, (light.norm, heavy.norm_q), score_eps, cache.tokens
     )  # fmt: skip
     qkv, q = _both(
-        (for_light, light.qkv.weight, None), (for_heavy, heavy.q.weight, None), gates, gelu=False
+        (light_x, light.qkv.weight, None), (heavy_x, heavy.q.weight, None), gates, gelu=False
     )  # fmt: skip
-    near, update = attend(light, cache.light, qkv), torch.empty_like(q)
-    half, parts = heavy.dim_head // 2, min(PARTS, cdiv(far.shape[1], PART))
-    kept = _parts_of(len(x), heavy, parts, x.device)
+    local, update = attend(light, cache.light, qkv), torch.empty_like(q)
+    half, parts = heavy.dim_head // 2, min(PARTS, cdiv(keys.shape[1], PART))
+    partials = _partials(len(x), heavy, parts, x.device)
     block_heavy = max(8, next_power_of_2(half))
     _launch(
         "far_kernel", (parts, heavy.heads, len(x)),
-        (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *LOG2_BASE),
+        (q, position, gates, keys, cache.heavy.values, *partials), (heavy.dim_head**-0.5, *LOG2_BASE),
         (
-            heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
+            heavy.heads, half, layer.window, cache.heavy.quota, keys.shape[1], parts, block_heavy,
             _keys(PART, block_heavy) // 2,
         ), num_warps=4,
     )  # fmt: skip
-    _merge(heavy, kept, gates, update)
-    return _sum((near, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
+    _merge(heavy, partials, gates, update)
+    return _sum((local, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
 
 
 def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None, None), eps: float = 0.0) -> Tensor:
-    """Return the attention (batch, heads·dim_head) of one more token, by its projection (batch, 1, 3·heads·dim_head).
+    """Return the attention (batch, heads·dim_head) of one more token, from its projection (batch, 1, 3·heads·dim_head).
 
-    Its key and value are kept. With `weights`, queries and keys are normed per head.
+    The cache gets its key and value. With `weights`, queries and keys are normed per head.
     """
     places, half, out = cache.keys.shape[1], layer.dim_head // 2, qkv.new_empty(len(qkv), qkv.shape[-1] // 3)
     parts, block_h = min(PARTS, cdiv(places, PART)), max(8, next_power_of_2(half))
-    kept = _parts_of(len(qkv), layer, parts, qkv.device) if parts > 1 else (None,) * 3
+    partials = _partials(len(qkv), layer, parts, qkv.device) if parts > 1 else (None,) * 3
     _launch(
         "near_kernel", (parts, layer.heads, len(qkv)),
-        (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
+        (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *partials),
         (layer.dim_head**-0.5, float(eps), *LOG2_BASE),
         (
             layer.heads, half, layer.window or 0, places, parts, block_h,
@@ -75,20 +75,20 @@ def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None
         ), num_warps=8 if parts == 1 else 4,
     )  # fmt: skip
     if parts > 1:
-        _merge(layer, kept, None, out)
+        _merge(layer, partials, None, out)
     return out
 
 
-def _parts_of(batch: int, layer: Any, parts: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return memory for sums, weights and maxima of the parts of a layer's keys."""
+def _partials(batch: int, layer: Any, parts: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return memory for what each part of a layer's keys gives: sums of values, sums of weights, maxima."""
     sums = torch.empty(batch, layer.heads, parts, layer.dim_head, dtype=torch.float32, device=device)
     return sums, *torch.empty(2, batch, layer.heads, parts, dtype=torch.float32, device=device)
 
 
-def _merge(layer: Any, kept: tuple[Tensor | None, ...], gates: Tensor | None, out: Tensor) -> None:
-    parts, half = kept[0].shape[2], layer.dim_head // 2  # type: ignore[union-attr]
+def _merge(layer: Any, partials: tuple[Tensor | None, ...], gates: Tensor | None, out: Tensor) -> None:
+    parts, half = partials[0].shape[2], layer.dim_head // 2  # type: ignore[union-attr]
     _launch(
-        "merge_kernel", (layer.heads, len(out), 1), (*kept, gates, out), (),
+        "merge_kernel", (layer.heads, len(out), 1), (*partials, gates, out), (),
         (layer.heads, half, parts, max(8, next_power_of_2(half)), next_power_of_2(parts)), num_warps=2,
     )  # fmt: skip
 
@@ -97,18 +97,18 @@ def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     """Return x + feed_forward (batch, 1, dim) of one more token of each sequence."""
     light, heavy = layer.light, layer.heavy
     x = x.contiguous()
-    for_light, for_heavy, gates = _choose(layer.router, cache, x, (light.norm, heavy.norm), score_eps, None)
-    hidden, more = _both(
-        (for_light, light.up.weight, light.up.bias), (for_heavy, heavy.up.weight, heavy.up.bias), gates, gelu=True
+    light_x, heavy_x, gates = _choose(layer.router, cache, x, (light.norm, heavy.norm), score_eps, None)
+    light_h, heavy_h = _both(
+        (light_x, light.up.weight, light.up.bias), (heavy_x, heavy.up.weight, heavy.up.bias), gates, gelu=True
     )  # fmt: skip
     return _sum(
-        (hidden, light.down.weight, light.down.bias), (more, heavy.down.weight, heavy.down.bias), gates, None, x,
+        (light_h, light.down.weight, light.down.bias), (heavy_h, heavy.down.weight, heavy.down.bias), gates, None, x,
         x.shape[-1],
     )  # fmt: skip
 
 
 def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
-    """Return the scores (batch, n) of a prompt with the bits that steps give the same tokens."""
+    """Return the scores (batch, n) of a prompt: the bits that steps compute for the same tokens."""
     batch, n, dim = x.shape
     result, block = torch.empty(batch, n, dtype=torch.float32, device=x.device), next_power_of_2(dim)
     _launch(
@@ -149,8 +149,8 @@ Linear = tuple[Tensor, Tensor, Any]
 
 
 def _both(light: Linear, heavy: Linear, gates: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
-    (x, w, _), (_, more, _) = light, heavy
-    (n, k), m, rows = w.shape, len(more), len(gates)
+    (x, w, _), (_, heavy_w, _) = light, heavy
+    (n, k), m, rows = w.shape, len(heavy_w), len(gates)
     y, update = x.new_empty(rows, n), x.new_empty(rows, m)
     block_n, block_k = 16, _columns(k, w)
     _launch(
@@ -178,7 +178,7 @@ def _contiguous(linear: Linear) -> tuple[Tensor, Tensor, Any]:
 
 
 def _columns(k: int, w: Tensor) -> int:
-    """Return how many bytes' worth of columns a program loads at a time: 512 of each row."""
+    """Return how many columns a program loads at a time: 512 bytes of each row."""
     return max(16, min(512 // w.element_size(), next_power_of_2(k)))
 
 

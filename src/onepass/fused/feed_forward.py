@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
     dtype: torch.dtype  # of the branches
     choice: Choice
-    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
+    explore_stride: int  # each `explore_stride`-th token gives the router a gradient (`nn.explore`); 0: none
     explore_weight: float
     residual: bool  # return x + y, and take its gradient
     eps: float  # of the norms
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     @property
     def choices(self) -> tuple[tuple[Choice, int]]:
-        """As `tokens` asks for them."""
+        """The router's choice, and 0: it chooses from the whole sequence, not from windows."""
         return ((self.choice, 0),)
 
 
@@ -50,10 +50,10 @@ class Public(NamedTuple):
 
 @dataclass(slots=True)
 class Saved:
-    """What forward makes for backward; rows are tokens. The four matrices are as multiplied."""
+    """What forward keeps for backward; rows are tokens. The four matrices have the branches' dtype."""
 
     stats: Tensor
-    state: Tensor | None  # of the choice, as its starts
+    state: Tensor | None  # of the choice, with its `starts`
     starts: Tensor | None
     chosen_stats: Tensor
     tokens: Tensor  # normed; so are the chosen
@@ -74,13 +74,13 @@ def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...],
 ) -> tuple[Tensor | None]:  # fmt: skip
-    """Overwrite the gradient of each GELU's output with that of its input; return sums with hidden ones, else None."""
-    way = steps(u)
+    """Overwrite the gradient of each GELU's output with that of its input; return sums if some are of hidden units."""
+    backend = steps(u)
     if heavy_dh is not None:
-        way.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, widths[0] + widths[1])
+        backend.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, widths[0] + widths[1])
     if dh is not None:
-        way.gelu_backward(dh, u, partials if widths[0] else None, 0)
-    return (way.total(partials) if partials is not None and (widths[0] or widths[2]) else None,)
+        backend.gelu_backward(dh, u, partials if widths[0] else None, 0)
+    return (backend.total(partials) if partials is not None and (widths[0] or widths[2]) else None,)
 
 
 def forward(

@@ -1,8 +1,8 @@
-"""Triton kernels between the products of routed layers, but for norms, attention and choices, and their launchers.
+"""Triton kernels between the products of routed layers, except norms, attention and choices, and their launchers.
 
 Sums over rows (gradients of biases): each program writes its partials to a row of one buffer, and one last kernel adds
-up those of a whole backward pass, always in the same order. GELU's gradient; gates on values; places of keys chosen per
-window; a cast of all weights in one launch; how many tokens a share is; exploration.
+up those of a whole backward pass, always in the same order. GELU's gradient; gates on values; positions of keys chosen
+per window; a cast of all weights in one launch; the number of tokens in a share; the gradient of `explore`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INTS = [
     "mask_row_stride", "n", "k", "numerator", "denominator", "soft_row_stride", "stride", "count", "mask_stride",
     *(f"n{i}" for i in range(TENSORS)),
 ]  # fmt: skip
-# of the sums: 16-byte loads of each tensor that a thread has in flight, and programs per multiprocessor for the rows
+# of sums_kernel and gelu_backward_kernel: warps, 16-byte loads in flight per thread and tensor, programs per SM
 SUMS_WARPS, SUMS_UNROLL, GELU_UNROLL, PER_SM = 8, 4, 4, 2
 # elements of a program of the residual sum: two 16-byte loads of fp32 per thread
 RESIDUAL_BLOCK = 1024
@@ -39,7 +39,7 @@ PLACES, TOKENS = 256, 1024
 @triton.jit(do_not_specialize=INTS)
 def sums_kernel(
     x_ptr,  # (total, D), contiguous
-    copy_ptr,  # (total, D), contiguous, of another dtype: gets x rounded, and the sums are of that; None: not needed
+    copy_ptr,  # (total, D), contiguous, another dtype: gets x rounded, which the sums then add up; None: not needed
     partials_ptr,  # (programs, ...) fp32; D columns of each row are written
     total,
     partials_stride,
@@ -132,7 +132,7 @@ def residual_kernel(
 
 
 def programs(x: Tensor, rows: int) -> int:
-    """Return how many programs share the rows in each kernel; the buffer of partials has as many rows."""
+    """Return how many programs share the rows; the buffer of partials has a row for each."""
     return min(PER_SM * sm_count(x), max(1, cdiv(rows, 4)))
 
 
@@ -147,7 +147,7 @@ def _sums_tile(x: Tensor) -> tuple[int, int]:
 def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> tuple[Tensor | None]:
     """Write the partials of the sums over the rows of x (rows, d) to d columns of `partials` from `offset` on.
 
-    With a `dtype`, return x rounded to it, and the sums are of that.
+    With a `dtype`, return x rounded to it, and sum the rounded x.
     """
     rows, d = x.shape
     block_r, block_c = _sums_tile(x)
@@ -257,7 +257,7 @@ def place_kernel(
     n_queries,
     BLOCK: tl.constexpr,
 ):
-    """Compute places in the sequence, and how many keys lie in the windows before each query's; missing ones: all."""
+    """Compute positions in the sequence, and how many keys each query sees: of earlier windows; a missing one: all."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     within = tl.load(within_ptr + i, mask=i < n_places, other=-1)
     at = tl.where(within >= 0, within + (i // per_window) % windows * window, -1)
@@ -326,7 +326,7 @@ def copy(from_ptr, to_ptr, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 def cast_kernel(
     a0, a1, a2, a3, a4, a5, a6, a7,  # inputs, contiguous; or None
     b0, b1, b2, b3, b4, b5, b6, b7,  # outputs
-    n0, n1, n2, n3, n4, n5, n6, n7,  # numbers of elements, in UNITs: bounds of known divisibility allow wide loads
+    n0, n1, n2, n3, n4, n5, n6, n7,  # numbers of elements, in UNITs: multiples of a constant allow wide loads
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -374,11 +374,11 @@ def count_kernel(
 ):
     """Round in integers, halves to even, as the host does."""
     row = tl.program_id(0).to(tl.int64)
-    found = tl.zeros((BLOCK,), tl.int32)
+    real = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        found += (tl.load(mask_ptr + row * mask_row_stride + cols, mask=cols < n, other=0) != 0).to(tl.int32)
-    twice = 2 * tl.sum(found, 0).to(tl.int64) * numerator + denominator
+        real += (tl.load(mask_ptr + row * mask_row_stride + cols, mask=cols < n, other=0) != 0).to(tl.int32)
+    twice = 2 * tl.sum(real, 0).to(tl.int64) * numerator + denominator
     count = twice // (2 * denominator)
     tie = twice % (2 * denominator) == 0
     count = tl.where(tie, count - count % 2, count)
@@ -389,7 +389,7 @@ def count_kernel(
 def cut_kernel(
     index_ptr,  # (rows, k) int64, best first; −1 is written after the first `count` of a row
     gate_ptr,  # (rows, k) fp32 or fp16, contiguous: gates; 0 is written there
-    soft_ptr,  # (rows, n) gates of all tokens, written to the chosen ones; None: these keep their gates
+    soft_ptr,  # (rows, n) gates of all tokens, copied to gate_ptr; None: gate_ptr keeps its gates
     count_ptr,  # (rows,) fp32
     soft_row_stride,
     k,
@@ -422,7 +422,7 @@ def counts(mask: Tensor, share: tuple[int, int]) -> Tensor:
 
 
 def cut(indices: Tensor, gates: Tensor, soft: Tensor | None, counts: Tensor) -> None:
-    """Keep the first `counts` of each row (rows, k), with their gates from `soft` (rows, n) if given; in place."""
+    """Cut each row (rows, k) after its first `counts`, in place; gates come from `soft` (rows, n) unless it is None."""
     total = indices.numel()
     launch(
         cut_kernel, (cdiv(total, PLACES), 1, 1), (indices, gates, soft, counts),

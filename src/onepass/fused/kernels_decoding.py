@@ -1,6 +1,6 @@
-"""Triton kernels of one more token through a causal routed block, whose tensors and lengths stay where they are.
+"""Triton kernels of one more token through a causal routed block; tensors have fixed places, lengths are on the device.
 
-Nothing of a heavy branch is read for tokens that are not chosen: its programs look at the gates first and return.
+If no token is chosen, nothing of a heavy branch is read: its programs look at the gates first and return.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def sum_kernel(
     x_ptr, w_ptr, bias_ptr,  # light: (rows, K), (N, K), (N,) or None
     heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr,  # heavy, with K_HEAVY
     gates_ptr,  # (rows,)
-    null_ptr,  # (N,): what a token gets that is not chosen; or None
+    null_ptr,  # (N,): added to tokens that are not chosen; or None
     residual_ptr,  # (rows, N)
     y_ptr,  # (rows, N)
     ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K_HEAVY: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -158,7 +158,7 @@ def sum_kernel(
     if null_ptr is not None:
         y += tl.load(null_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :] * (1.0 - gates)[:, None]
     if tl.max(gates, 0) > 0:
-        # of rows that are not chosen nothing was written
+        # rows that are not chosen were not written: don't read them
         chosen = gates > 0
         heavy = product(heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr, cols, chosen, N, K_HEAVY, BLOCK_B, BLOCK_N, BLOCK_K)
         y += tl.where(chosen[:, None], gates[:, None] * heavy, 0.0)
@@ -180,20 +180,20 @@ def turned(x_ptr, weight_ptr, channel, cos, sin, eps, HALF: tl.constexpr):
 
 @triton.jit
 def more_keys(
-    m, weight, acc, left, right, keys_ptr, values_ptr, rows, seen, scale, HALF: tl.constexpr, BLOCK_H: tl.constexpr
+    m, weight, acc, left, right, keys_ptr, values_ptr, rows, visible, scale, HALF: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     """Return the running maximum, sum of weights and weighted sum of values, with the keys at `rows` added."""
     channel, wide = tl.arange(0, BLOCK_H), tl.arange(0, 2 * BLOCK_H)
-    mask = seen[:, None] & (channel < HALF)[None, :]
+    mask = visible[:, None] & (channel < HALF)[None, :]
     at = keys_ptr + rows[:, None] + channel[None, :]
     logits = tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float32) * left.to(tl.float32)[None, :], 1)
     logits += tl.sum(tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32) * right.to(tl.float32)[None, :], 1)
-    logits = tl.where(seen, logits * scale, float("-inf"))
+    logits = tl.where(visible, logits * scale, float("-inf"))
     top = tl.maximum(m, tl.max(logits, 0))
     # while no key is seen, −∞ − −∞ would be NaN
     base = tl.where(top > float("-inf"), top, 0.0)
-    p = tl.where(seen, tl.exp(logits - base), 0.0)
-    mask = seen[:, None] & (wide < 2 * HALF)[None, :]
+    p = tl.where(visible, tl.exp(logits - base), 0.0)
+    mask = visible[:, None] & (wide < 2 * HALF)[None, :]
     values = tl.load(values_ptr + rows[:, None] + wide[None, :], mask=mask, other=0.0).to(tl.float32)
     before = tl.exp(m - base)
     return top, weight * before + tl.sum(p, 0), acc * before + tl.sum(values * p[:, None], 0)
@@ -203,7 +203,7 @@ def more_keys(
 def store_part(
     m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
-    """Keep what one part of the keys gives, for `merge_kernel`."""
+    """Store the sums and the maximum of one part of the keys, for `merge_kernel`."""
     wide = tl.arange(0, 2 * BLOCK_H)
     tl.store(weights_ptr + at, weight)
     tl.store(tops_ptr + at, m)
@@ -239,25 +239,25 @@ def near_kernel(
         # the token itself comes from registers, because other threads may not see it in memory yet
         k_left, k_right = turned(qkv_ptr + HEADS * WIDTH, k_weight_ptr, channel, cos, sin, eps, HALF)
         value = tl.load(qkv_ptr + 2 * HEADS * WIDTH + wide, mask=wide < WIDTH, other=0.0)
-        own = ((b * PLACES + at) * HEADS + h) * WIDTH
-        tl.store(keys_ptr + own + channel, k_left, mask=channel < HALF)
-        tl.store(keys_ptr + own + HALF + channel, k_right, mask=channel < HALF)
-        tl.store(values_ptr + own + wide, value, mask=wide < WIDTH)
+        row = ((b * PLACES + at) * HEADS + h) * WIDTH
+        tl.store(keys_ptr + row + channel, k_left, mask=channel < HALF)
+        tl.store(keys_ptr + row + HALF + channel, k_right, mask=channel < HALF)
+        tl.store(values_ptr + row + wide, value, mask=wide < WIDTH)
         m = scale * tl.sum(
             q_left.to(tl.float32) * k_left.to(tl.float32) + q_right.to(tl.float32) * k_right.to(tl.float32), 0
         )  # fmt: skip
         weight, acc = 1.0, value.to(tl.float32)
-    oldest = i
+    max_age = i
     if WINDOW:
-        oldest = tl.minimum(i, i % WINDOW + WINDOW)
+        max_age = tl.minimum(i, i % WINDOW + WINDOW)
     end = tl.minimum(tl.minimum(i + 1, PLACES).to(tl.int32), first + PART)
     for start in tl.range(first, end, BLOCK_N, num_stages=2):
         place = start + tl.arange(0, BLOCK_N)
         age = tl.where(place <= at, at - place, at - place + PLACES)
-        seen = (place < end) & (age > 0) & (age <= oldest)
+        visible = (place < end) & (age > 0) & (age <= max_age)
         rows = ((b * PLACES + place) * HEADS + h) * WIDTH
         m, weight, acc = more_keys(
-            m, weight, acc, q_left, q_right, keys_ptr, values_ptr, rows, seen, scale, HALF, BLOCK_H
+            m, weight, acc, q_left, q_right, keys_ptr, values_ptr, rows, visible, scale, HALF, BLOCK_H
         )  # fmt: skip
     if PARTS == 1:
         kind = out_ptr.dtype.element_ty

@@ -20,7 +20,7 @@ INTS = ["x_batch_stride", "x_row_stride", "n", "m", "total", "stride", "n_explor
 
 @triton.jit
 def token_of(index_ptr, mask_ptr, rows, total, n, m):
-    """Return (sequence, token, whether to read it) of rows: all tokens, or the m chosen ones of each sequence."""
+    """Return (sequence, token, whether to read it) for each row: a row is any token, or one of m chosen ones."""
     inside = rows < total
     if index_ptr is None:
         token = rows % m
@@ -56,12 +56,12 @@ def forward_kernel(
 ):
     CHUNKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    batch, token, found = token_of(index_ptr, mask_ptr, rows, total, n, m)
+    batch, token, real = token_of(index_ptr, mask_ptr, rows, total, n, m)
     x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
     xs = ()
     for i in tl.static_range(CHUNKS):
         cols = (i * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
-        xs = xs + (tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0).to(tl.float32),)
+        xs = xs + (tl.load(x_rows + cols, mask=real[:, None] & (cols < D), other=0.0).to(tl.float32),)
     square = xs[0] * xs[0]
     for i in tl.static_range(1, CHUNKS):
         square += xs[i] * xs[i]
@@ -131,7 +131,7 @@ def backward_kernel(
             vs = vs + (tl.load(v_ptr + r * D + cols, mask=cols < D, other=0.0).to(tl.float32),)
     for tile in tl.range(program, tl.cdiv(total, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-        batch, token, found = token_of(index_ptr, mask_ptr, rows, total, n, m)
+        batch, token, real = token_of(index_ptr, mask_ptr, rows, total, n, m)
         x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
         rstd = tl.load(stats_ptr + rows, mask=rows < total, other=1.0)[:, None]
         ns = ()
@@ -139,7 +139,7 @@ def backward_kernel(
         new_dws = ()
         for i in tl.static_range(CHUNKS):
             cols = (i * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
-            mask = found[:, None] & (cols < D)
+            mask = real[:, None] & (cols < D)
             x = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
             g = tl.load(dy_ptr + (rows * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
             ns = ns + (x * rstd,)
@@ -158,10 +158,10 @@ def backward_kernel(
             alongs = ()
             for r in tl.static_range(R):
                 at = r * total.to(tl.int64) + rows
-                ds = tl.load(ds_ptr + at, mask=found, other=0.0).to(tl.float32)
+                ds = tl.load(ds_ptr + at, mask=real, other=0.0).to(tl.float32)
                 moved = ds != 0.0
                 live = live | moved
-                back += tl.where(moved, ds * tl.load(s_ptr + at, mask=found, other=0.0), 0.0)
+                back += tl.where(moved, ds * tl.load(s_ptr + at, mask=real, other=0.0), 0.0)
                 alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
             # coefficient of n = x/rms in dx; a row without score gradients is left out, so that its NaN can't reach v
             back = tl.where(live, back * inverse * inverse / D, 0.0)[:, None] / rstd
@@ -169,7 +169,7 @@ def backward_kernel(
                 taught = live
                 extra = tl.zeros((BLOCK_R, 1), tl.float32)
                 if explore_grad_ptr is not None:
-                    probed = found & (token % stride == 0)
+                    probed = real & (token % stride == 0)
                     explore_grad = tl.load(
                         explore_grad_ptr + batch * n_explore + token // stride, mask=probed, other=0.0
                     )
@@ -254,7 +254,7 @@ def forward(
 
 
 def programs(x: Tensor, rows: int) -> int:
-    """Return how many programs share the rows in backward, unless a given buffer of partials decides it."""
+    """Return how many programs share the rows in backward, where no buffer of partials decides it."""
     block_r, _, _, _, per_sm = _backward_tile(x.shape[-1])
     return min(per_sm * sm_count(x), cdiv(rows, block_r))
 

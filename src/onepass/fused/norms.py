@@ -29,7 +29,7 @@ def way(x: Tensor, weight: Tensor | None, vectors: Tensor | None) -> Any:
     return kernels_norm
 
 
-@outside_autocast  # a caller's would round the scores to 16 bits and thereby change the choice of tokens
+@outside_autocast  # autocast would round the scores to 16 bits, and so change the choice of tokens
 def forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
@@ -82,15 +82,15 @@ def backward(
         inverse, shape = stats[1].view(x.shape[:2]), (-1, *x.shape[:2])
         vectors, ds = vectors.view(-1, x.shape[-1]), ds.view(shape)
         ds = ds if mask is None else ds.where(mask, 0)
-        of_rows, known = ds.transpose(0, 1), scores.view(shape).transpose(0, 1)
-        more, dv = score_backward(of_rows, x, vectors, known, inverse, need_x, partials is not None)
-        dx = dx if more is None else dx + more
+        row_grads, row_scores = ds.transpose(0, 1), scores.view(shape).transpose(0, 1)
+        dx_scores, dv = score_backward(row_grads, x, vectors, row_scores, inverse, need_x, partials is not None)
+        dx = dx if dx_scores is None else dx + dx_scores
         if dv is not None:
             grads.append(dv.to(wide))
             if explore_grad is not None:
-                probed = (explore_grad * inverse[:, ::stride].where(explore_grad != 0, 0)).to(wide)
+                sampled = (explore_grad * inverse[:, ::stride].where(explore_grad != 0, 0)).to(wide)
                 tokens = x[:, ::stride].to(wide).where((explore_grad != 0)[..., None], 0)
-                grads[1][0] += (probed.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1]))[0]
+                grads[1][0] += (sampled.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1]))[0]
     if partials is not None:
         width = sum(g.numel() for g in grads)
         partials[:, :width] = torch.cat(grads).view(1, -1)

@@ -1,4 +1,4 @@
-"""Runs of keys that follow from sizes alone, cached: this saves each call a dozen small kernels and calls of torch."""
+"""Which keys each query sees, where sizes alone decide it: cached, which saves each call a dozen small kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def neighbours(
 ) -> tuple[Tensor, Tensor]:
     """Return first and last + 1 of the tokens that each of n tokens sees: its window, the one before, the one after.
 
-    With `causal` a token sees nothing after itself. A window of more than n tokens is all of them. Of packed sequences:
-    each token's position in its sequence, where that begins, and where it ends, (n,) int32.
+    With `causal` a token sees nothing after itself. A window of more than n tokens is all of them. `packed`: each
+    token's position in its sequence, where that begins, and where it ends, (n,) int32.
     """
     token = torch.arange(n, device=device, dtype=torch.int32)
     positions, begin, end = packed or (token, 0, n)
@@ -26,7 +26,7 @@ def neighbours(
 
 
 def whole(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the same of n queries that see all `keys` keys."""
+    """Return first and last + 1 for n queries that each see all `keys` keys."""
     last = torch.full((n,), keys, dtype=torch.int32, device=device)
     return torch.zeros_like(last), last
 
@@ -39,34 +39,34 @@ class Runs(NamedTuple):
     last: Tensor
 
 
-# tensors by what they follow from, the oldest first; the next ones to be made push the oldest out
-_KEPT: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_MOST = 64
+# tensors by function, sizes and device, the oldest first; beyond _MOST_CACHED the oldest leaves
+_CACHE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_MOST_CACHED = 64
 # tensors whose addresses a CUDA graph holds: they stay as long as the process
 _CAPTURED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def kept(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Return what `make` makes of these sizes on a device, on this one: from an earlier call where there was one."""
+def cached(make: Callable[..., tuple[Tensor, ...]], sizes: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return the tensors make(*sizes, device), from the cache where an earlier call made them."""
     key = make, sizes, device
-    value = _KEPT.get(key) or _CAPTURED.get(key)
+    value = _CACHE.get(key) or _CAPTURED.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # 19 launches fewer in the graph of each attention; a graph owns what it allocates itself: don't keep that
+        # cached tensors save a graph 19 launches for each attention; what a graph allocates it owns: don't cache that
         return make(*sizes, device) if value is None else _CAPTURED.setdefault(key, value)
     if value is None:
-        # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
+        # make them on the CPU and copy them, so that every stream can use them when the copy returns; not in inference
         # mode, because autograd can't save tensors made in it
         with torch.inference_mode(False):
             value = tuple(t.to(device) for t in make(*sizes, torch.device("cpu")))
-        if len(_KEPT) >= _MOST:
-            _KEPT.pop(next(iter(_KEPT)), None)
-        _KEPT[key] = value
+        if len(_CACHE) >= _MOST_CACHED:
+            _CACHE.pop(next(iter(_CACHE)), None)
+        _CACHE[key] = value
     return value
 
 
-def known(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
-    """Return both tensors that `make` makes of a length and further sizes: kept ones, unless something intercepts."""
-    return kept(make, sizes, like.device) if plain(like) else make(*sizes, like.device)
+def cached_for(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
+    """Return both tensors of make(*sizes, device): cached ones in plain eager, new ones under a transform or mode."""
+    return cached(make, sizes, like.device) if plain(like) else make(*sizes, like.device)
 
 
 def _rows(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
@@ -74,5 +74,5 @@ def _rows(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], de
 
 
 def runs_of(make: Callable[..., tuple[Tensor, Tensor]], sizes: tuple[int, ...], device: torch.device) -> Runs:
-    """Return the runs that `make` makes of these sizes, `neighbours` or `whole`."""
-    return Runs(None, *kept(_rows, (make, sizes), device))
+    """Return the cached runs that `make` (`neighbours` or `whole`) makes of these sizes."""
+    return Runs(None, *cached(_rows, (make, sizes), device))

@@ -1,7 +1,7 @@
-"""What routed layers do to tokens before and after their products: norms, scores and choices, and the way back.
+"""What routed layers do to tokens before their products, and to gradients after them: norms, scores and choices.
 
 A plan has the `dtype` of the branches, `eps` of the norms and `score_eps`, `residual`, `explore_stride`, and `choices`:
-how each router chooses, and of windows of how many tokens (0: of the whole sequence).
+how each router chooses, and the tokens of the windows that it chooses from (0: the whole sequence).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .norms import way
 
 
 class Chosen(NamedTuple):
-    """What `backward` takes of each choice."""
+    """What `backward` needs of each choice."""
 
     d_rows: Tensor | None  # gradient of the normed rows
     d_gates: Tensor | None
     norm: Tensor | None
-    learns: bool  # whether the norm does
+    learns: bool  # whether the norm's weight has a gradient
     stats: Tensor  # of the norm
     gates: Tensor  # these four as `choose_within` returns them
     indices: Tensor
@@ -39,11 +39,11 @@ def _lists(fields: Sequence[Any]) -> list[Chosen]:
     return [Chosen(*fields[i : i + size]) for i in range(0, len(fields), size)]
 
 
-def gates_gradient(needs: Sequence[bool], own: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """Return the sum of the gradients of gates, of the layer's own and of those that came in, where it is needed."""
+def gates_gradient(needs: Sequence[bool], inner: Tensor | None, outer: Tensor | None) -> Tensor | None:
+    """Return the gates' gradient where it is needed: `inner`, through the layer's y, plus `outer`, of its gates."""
     if not (needs[0] or needs[1]):
         return None
-    return given if own is None else own if given is None else own + given
+    return outer if inner is None else inner if outer is None else inner + outer
 
 
 @replayed
@@ -52,10 +52,10 @@ def before_products(
 ) -> tuple[Any, ...]:
     """Norm and score all tokens, choose, norm the chosen tokens, copy the weights.
 
-    `rest` are the norms of chosen tokens, one for each choice, then the weights. Return memory for y, None for a
-    residual; the normed tokens as rows; the scores, (batch, n) or (routers, batch, n); statistics. Then what
-    `choose_within` returns of each choice; then the normed rows of each, and their statistics. Then copies of the
-    weights in the branches' dtype; there are none if all have it.
+    `rest` are the norms of chosen tokens, one for each choice, then the weights. Return memory for y (None
+    with a residual), the normed tokens as rows, the scores (batch, n) or (routers, batch, n), and statistics. Then for
+    each choice what `choose_within` returns, then for each its normed rows and their statistics. Last come copies of
+    the weights in the branches' dtype, or none if all have it.
     """
     batch, n, d = x.shape
     n_choices = len(plan.choices)
@@ -66,16 +66,16 @@ def before_products(
     # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
     y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     choices: list[Any] = []
-    for (how, window), of_router in zip(plan.choices, scores.view(n_choices, batch, n), strict=True):
-        # the keys of windows are for queries, which the first router chose
-        choices += choose_within(of_router, mask, how, window, choices[1] if window else None)
+    for (choice, window), router_scores in zip(plan.choices, scores.view(n_choices, batch, n), strict=True):
+        # keys of windows are chosen for queries, which the first router chose: choices[1] are their indices
+        choices += choose_within(router_scores, mask, choice, window, choices[1] if window else None)
     chosen: list[Any] = []
     for norm, at in zip(rest[:n_choices], choices[1::5], strict=True):
-        rows, _, of_rows = way(x, norm, None).forward(x, at, None, norm, None, plan.eps, 0.0, plan.dtype)
-        chosen += rows.view(-1, d), of_rows
+        rows, _, row_stats = way(x, norm, None).forward(x, at, None, norm, None, plan.eps, 0.0, plan.dtype)
+        chosen += rows.view(-1, d), row_stats
     weights = rest[n_choices:]
-    other = any(w is not None and w.dtype != plan.dtype for w in weights)
-    return y, normed.view(-1, d), scores, stats, *choices, *chosen, *(branch.cast(weights, plan.dtype) if other else ())
+    mixed = any(w is not None and w.dtype != plan.dtype for w in weights)
+    return y, normed.view(-1, d), scores, stats, *choices, *chosen, *(branch.cast(weights, plan.dtype) if mixed else ())
 
 
 @replayed
@@ -93,27 +93,27 @@ def _backward(
     tokens = batch * n
     if any(c.d_gates is not None for c in lists):
         ds = torch.empty_like(scores)
-        of_routers = (t.view(len(lists), batch, n) for t in (scores, ds))
-        for (how, window), c, *of_router in zip(plan.choices, lists, *of_routers, strict=True):
-            choose_within_backward(c.d_gates, mask, how, window, *c[5:], *of_router)
+        router_views = (t.view(len(lists), batch, n) for t in (scores, ds))
+        for (choice, window), c, *views in zip(plan.choices, lists, *router_views, strict=True):
+            choose_within_backward(c.d_gates, mask, choice, window, *c[5:], *views)
         d_scores = ds if d_scores is None else ds + d_scores
     vectors = None if d_scores is None else vectors  # type: ignore[assignment]
     norm = way(x, light_norm, vectors)
-    begin = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
-    partials, width = None, begin + d * sum(c.learns for c in lists)
+    offset = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
+    partials, width = None, offset + d * sum(c.learns for c in lists)
     if width:
         dtype = torch.promote_types(x.dtype, torch.float32)
         partials = torch.empty((norm.programs(x, tokens), width), dtype=dtype, device=x.device)
     updates = []
     for c in lists:
         if c.d_rows is not None:
-            into = partials[:, begin:] if c.learns and partials is not None else None
+            into = partials[:, offset:] if c.learns and partials is not None else None
             (update,) = way(x, c.norm, None).backward(
                 c.d_rows.view(*c.indices.shape, d), x, c.indices, None, c.norm, None, c.stats, None, None, None, 1,
                 need_x, into, None,
             )  # fmt: skip
             updates.append((update, c.indices))
-            begin += d if c.learns else 0
+            offset += d if c.learns else 0
     dx = None
     if need_x or need_sums:
         (dx,) = norm.backward(
@@ -122,7 +122,7 @@ def _backward(
             explore_grad, max(1, plan.explore_stride), need_x, partials if need_sums else None, residual,
         )  # fmt: skip
     if dx is not None:
-        # in place, as the node alone holds dx; one after the other, as a token may be in several lists
+        # in place, because the node alone holds dx; one choice after another, because a token may be in both
         for update, indices in updates:
             if update is not None:
                 add_rows(dx.view(tokens, d), update, None, indices)
@@ -147,8 +147,8 @@ def backward(
     if sums is None:
         return dx, *(None,) * (n + 1 + len(lists))
     totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
-    of_norms = [branch.to(totals.pop(), c.norm.dtype) if c.learns and c.norm is not None else None for c in lists[::-1]]
-    of_norms.append(branch.to(totals[0], light_norm.dtype) if need_light and light_norm is not None else None)
+    d_norms = [branch.to(totals.pop(), c.norm.dtype) if c.learns and c.norm is not None else None for c in lists[::-1]]
+    d_norms.append(branch.to(totals[0], light_norm.dtype) if need_light and light_norm is not None else None)
     if need_vectors and len(totals) > 1:
-        return dx, *[branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]], *of_norms[::-1]
-    return dx, *(None,) * n, *of_norms[::-1]
+        return dx, *[branch.to(t.view(1, d), vectors.dtype) for t in totals[1:]], *d_norms[::-1]
+    return dx, *(None,) * n, *d_norms[::-1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from onepass.fused.runs import known, neighbours
+from onepass.fused.runs import cached_for, neighbours
 from onepass.ops.span_attention.op import rotary, rotary_attention
 
 from .count import check_dtype, check_size
@@ -73,7 +73,7 @@ class LocalAttention(nn.Module):
                 q, k = rotary(qkv[:, :, :2].flatten(2, 3), cache.clock.position[:, None]).chunk(2, dim=2)
                 return self.out(cache.attend(q, k, qkv[:, :, 2]).flatten(2))  # type: ignore[no-any-return]
             cache.keep(rotary(qkv[:, :, 1]), qkv[:, :, 2])
-        first, last = known(neighbours, (x.shape[1], self.window, self.causal), x)
+        first, last = cached_for(neighbours, (x.shape[1], self.window, self.causal), x)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
     if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onepass.core.eager import plain
 from onepass.core.launch import next_power_of_2
 from onepass.fused import decoding
-from onepass.fused.runs import known, neighbours
+from onepass.fused.runs import cached_for, neighbours
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.definition import BASE
 from onepass.ops.span_attention.op import span_attention
@@ -91,7 +91,7 @@ class SelfAttention(nn.Module):
         if packed is not None and self.window is None:  # a window's bounds take a GPU five launches more
             return packed.begin, packed.begin + packed.positions + 1 if self.causal else packed.end
         sizes = n, self.window or n + 1, self.causal
-        return known(neighbours, sizes, like) if packed is None else neighbours(*sizes, like.device, packed)
+        return cached_for(neighbours, sizes, like) if packed is None else neighbours(*sizes, like.device, packed)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
@@ -221,7 +221,7 @@ class TransformerBlock(Block):
 def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
     rows = next_power_of_2(n) if plain(like) else n  # the cached angles serve other lengths, too
-    cos, sin = known(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
+    cos, sin = cached_for(_angles, (rows, width, torch.promote_types(like.dtype, torch.float32)), like)
     return (cos, sin) if rows == n else (cos[:n], sin[:n])
 
 

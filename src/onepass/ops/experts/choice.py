@@ -21,7 +21,7 @@ def _forward(
     if uses_triton(u) and u.shape[0]:
         from . import kernels_choice as kernels
 
-        # products of 16-bit parts, on the matrix units: as exact as fp32, and faster
+        # products of bf16 parts on tensor cores: as exact as fp32, and faster
         if u.is_cuda and u.dtype == torch.bfloat16:
             logits = torch.mm(u, kernels.parts(weight, 3).t(), out_dtype=torch.float32)
         else:
@@ -43,11 +43,11 @@ def _backward(
     if uses_triton(u) and u.shape[0]:
         from . import kernels_choice as kernels
 
-        given = (None if t is None else t.contiguous() for t in (d_weights, d_logits))
+        grads = (None if t is None else t.contiguous() for t in (d_weights, d_logits))
         in_parts = u.is_cuda and u.dtype == torch.bfloat16
-        d = kernels.choose_backward(logits, indices, weights, *given, softmax, norm, in_parts)
+        d = kernels.choose_backward(logits, indices, weights, *grads, softmax, norm, in_parts)
         if in_parts:
-            # (high + low)·(high + low) but for low·low
+            # (high + low)·(high + low) without low·low
             du = torch.mm(d, kernels.parts(weight, 2)) if need_u else None
             if not need_weight:
                 return du, None
@@ -57,11 +57,11 @@ def _backward(
         d = d_logits
     else:
         s = logits.softmax(-1) if softmax else logits.sigmoid()
-        found, up = indices.clamp(min=0), d_weights.masked_fill(indices < 0, 0.0)
+        chosen, up = indices.clamp(min=0), d_weights.masked_fill(indices < 0, 0.0)
         if norm:
-            total = s.gather(-1, found).sum(-1, keepdim=True).clamp(min=1e-20)
+            total = s.gather(-1, chosen).sum(-1, keepdim=True).clamp(min=1e-20)
             up = (up - (up * weights).sum(-1, keepdim=True)) / total
-        d = torch.zeros_like(s).scatter(-1, found, up.masked_fill(indices < 0, 0.0)) * s
+        d = torch.zeros_like(s).scatter(-1, chosen, up.masked_fill(indices < 0, 0.0)) * s
         d = d - s * d.sum(-1, keepdim=True) if softmax else d * (1 - s)
         d = d if d_logits is None else d + d_logits
     du = torch.mm(d, weight.to(d.dtype)).to(u.dtype) if need_u else None

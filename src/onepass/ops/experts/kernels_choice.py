@@ -14,7 +14,7 @@ from .kernels_rows import run
 INTS = ["n", "n_experts"]
 # logits of a tile, and its warps
 TILE, WARPS = 512, 2
-# as others have it: chosen scores that are all 0 leave weights of 0
+# least sum to divide by, as in other libraries: chosen scores that are all 0 give weights of 0
 LEAST = tl.constexpr(1e-20)
 LOWEST = tl.constexpr(-(1 << 62))
 
@@ -28,8 +28,8 @@ def high_and_low(x):
 
 @triton.jit(do_not_specialize=["size"])
 def parts_kernel(
-    w_ptr,  # (size,) any float, contiguous
-    out_ptr,  # (3, size) bf16: parts whose sum is w; or, of two parts, (high, high, low)
+    w_ptr,  # (size,) any float dtype, contiguous
+    out_ptr,  # (3, size) bf16: three parts whose sum is w, or of two parts (high, high, low)
     size,
     THREE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,9 +113,9 @@ def choose_kernel(
     weight = tl.where(choices < K, tl.gather(s, index, 1), 0.0)
     if NORM:
         weight = weight / tl.maximum(tl.sum(weight, 1, keep_dims=True), LEAST)
-    at, given = t * K + choices, (t < n) & (choices < K)
-    tl.store(index_ptr + at, tl.where(real, index, -1).to(tl.int64), mask=given)
-    tl.store(weight_ptr + at, tl.where(real, weight, 0.0), mask=given)
+    at, written = t * K + choices, (t < n) & (choices < K)
+    tl.store(index_ptr + at, tl.where(real, index, -1).to(tl.int64), mask=written)
+    tl.store(weight_ptr + at, tl.where(real, weight, 0.0), mask=written)
     counts = tl.sum((real & inside & (key == LOWEST)).to(tl.int32), 0)[None, :]
     tl.atomic_add(count_ptr + cols, counts, mask=(cols < n_experts) & (counts > 0))
 
@@ -146,10 +146,10 @@ def choose_backward_kernel(
         dot = tl.zeros((BLOCK_R, 1), tl.float32)
         hot = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         for j in range(K):
-            own = cols == tl.load(index_ptr + t * K + j, mask=t < n, other=-1)
+            is_choice = cols == tl.load(index_ptr + t * K + j, mask=t < n, other=-1)
             up = tl.load(d_weight_ptr + t * K + j, mask=t < n, other=0.0)
-            d = tl.where(own, up, d)
-            hot = tl.where(own, 1.0, hot)
+            d = tl.where(is_choice, up, d)
+            hot = tl.where(is_choice, 1.0, hot)
             dot += up * tl.load(weight_ptr + t * K + j, mask=t < n, other=0.0)
         if NORM:
             d = hot * (d - dot) / tl.maximum(tl.sum(hot * s, 1, keep_dims=True), LEAST)
@@ -176,13 +176,13 @@ def choose(
     parts: Tensor, bias: Tensor | None, mask: Tensor | None, n_experts: int, k: int, softmax: bool, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return weights (T, k), logits (T, E), indices (T, k) and counts (E,) of parts of logits; mask (T,) is uint8."""
-    n, several = parts.shape[0], parts.shape[1] // n_experts
+    n, n_parts = parts.shape[0], parts.shape[1] // n_experts
     weights = torch.empty((n, k), dtype=torch.float32, device=parts.device)
     indices = torch.empty((n, k), dtype=torch.int64, device=parts.device)
     counts = torch.zeros(n_experts, dtype=torch.int32, device=parts.device)
-    logits = torch.empty((n, n_experts), dtype=torch.float32, device=parts.device) if several > 1 else None
+    logits = torch.empty((n, n_experts), dtype=torch.float32, device=parts.device) if n_parts > 1 else None
     tensors, (block_r, block_c) = (parts, bias, mask, logits, weights, indices, counts), _tile(n_experts)
-    constants = (several, k, softmax, norm, block_r, block_c, next_power_of_2(k))
+    constants = (n_parts, k, softmax, norm, block_r, block_c, next_power_of_2(k))
     run(choose_kernel, cdiv(n, block_r), tensors, (n, n_experts), *constants, warps=WARPS)
     return weights, parts if logits is None else logits, indices, counts
 

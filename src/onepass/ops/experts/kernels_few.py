@@ -1,6 +1,6 @@
 """Triton kernels for few tokens without gradients, as in decoding: three launches that read the chosen experts alone.
 
-Many programs share a matrix, one tile each, so that memory is busy although there is little to do: sums come in parts.
+Many programs share a matrix, one tile each, so that little work keeps the memory busy; so sums come in parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from onepass.ops._shared.kernels_partials import add_vector_partials
 from .kernels_rows import activation_parts, load_experts
 
 INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
-# choices up to which these kernels run. Each reads its expert again: beyond as many choices as experts, or 64 MB, the
-# way of many tokens is as fast
+# most choices for these kernels. Each choice reads its expert again: with more choices than experts, or beyond 64 MB,
+# the kernels of many tokens are as fast
 MOST, MOST_BYTES = 128, 1 << 26
 # terms of a tile's sums, and bytes of its rows. Neighbouring programs read neighbouring columns of the same rows
 DEEP, ROW_BYTES = 256, 128
@@ -85,10 +85,10 @@ def out_kernel(
     WIDE: tl.constexpr,
 ):
     """Write weight · act(hidden) · down[e] over some of the hidden units; 0 for a choice of no expert."""
-    p, some = tl.program_id(2), tl.program_id(1)
-    h, d = some * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    p, part_h = tl.program_id(2), tl.program_id(1)
+    h, d = part_h * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
-    # these loads are under way while others wait
+    # start these long loads first: they run while the others wait
     down = load_tile(down_ptr, e, expert_stride, h, row_stride, d, H, D, VEC)
     part = tl.arange(0, PARTS)[:, None]
     at, mask = part_ptr + (part * n + p) * H + h[None, :], (part < n_parts) & (h < H)[None, :]
@@ -102,11 +102,11 @@ def out_kernel(
     else:
         a, _ = activation_parts(linear, True)
     a *= tl.load(weight_ptr + p).to(tl.float32)
-    tl.store(out_ptr + (p * tl.num_programs(1) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
+    tl.store(out_ptr + (p * tl.num_programs(1) + part_h) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
 def takes(choices: int, up: Tensor, gate: Tensor | None) -> bool:
-    """Return whether these kernels are the faster way for so many choices."""
+    """Return whether these kernels are faster than grouped products for so many choices."""
     n_experts, dim, hidden = up.shape
     size = (2 if gate is None else 3) * dim * hidden * up.element_size()
     return 0 < choices <= min(MOST, max(n_experts, MOST_BYTES // max(1, size)))
@@ -116,21 +116,21 @@ def takes(choices: int, up: Tensor, gate: Tensor | None) -> bool:
 def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
     """Return y (T, d) of tokens x; all tensors contiguous but for the experts' and rows' strides of the matrices."""
     (tokens, k), (n_experts, dim, hidden) = ids.shape, up.shape
-    n, deep, some, wide = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP), ROW_BYTES // up.element_size()
+    n, parts_d, parts_h, wide = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP), ROW_BYTES // up.element_size()
     y = torch.empty_like(x)
-    parts = torch.empty((1 if gate is None else 2, deep, n, hidden), dtype=torch.float32, device=x.device)
-    outs = torch.empty((n, some, dim), dtype=torch.float32, device=x.device)
+    parts = torch.empty((1 if gate is None else 2, parts_d, n, hidden), dtype=torch.float32, device=x.device)
+    outs = torch.empty((n, parts_h, dim), dtype=torch.float32, device=x.device)
     strides = [s for m in (up, down, *([] if gate is None else [gate])) for s in m.stride()[:2]]
     vec = 1 if any(s % 8 for s in strides) else 8
-    of_up, of_down, of_gate = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
+    up_strides, down_strides, gate_strides = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
     launch(
-        hidden_kernel, (cdiv(hidden, wide), deep, n), (x, ids, up, gate, parts),
-        (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
+        hidden_kernel, (cdiv(hidden, wide), parts_d, n), (x, ids, up, gate, parts),
+        (n, n_experts, *up_strides, *gate_strides), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
     launch(
-        out_kernel, (cdiv(dim, wide), some, n), (parts, ids, weights, down, outs),
-        (n, n_experts, *of_down, deep),
-        (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, wide), num_warps=4,
+        out_kernel, (cdiv(dim, wide), parts_h, n), (parts, ids, weights, down, outs),
+        (n, n_experts, *down_strides, parts_d),
+        (gate is not None, dim, hidden, next_power_of_2(parts_d), vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
-    add_vector_partials(outs[None], y, None, k * some, tokens)
+    add_vector_partials(outs[None], y, None, k * parts_h, tokens)
     return y

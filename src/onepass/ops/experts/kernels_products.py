@@ -1,4 +1,4 @@
-"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none that leaves the host alone."""
+"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none, or one that makes the host wait."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def rows_kernel(
     last = tl.cumsum(tiles, 0)
     e = tl.sum((last <= tl.program_id(0)).to(tl.int32), 0)
     if e < E:
-        own = wide == e
-        end = tl.sum(tl.where(own, ends, 0), 0)
-        tile = tl.program_id(0) - tl.sum(tl.where(own, last - tiles, 0), 0)
-        p = (tl.sum(tl.where(own, starts, 0), 0) + tile * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+        is_e = wide == e
+        end = tl.sum(tl.where(is_e, ends, 0), 0)
+        tile = tl.program_id(0) - tl.sum(tl.where(is_e, last - tiles, 0), 0)
+        p = (tl.sum(tl.where(is_e, starts, 0), 0) + tile * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         m = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
         b = b_ptr + e.to(tl.int64) * b_expert + m.to(tl.int64) * b_col
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -86,7 +86,7 @@ def _torch_waits(index: int) -> bool:
     return torch.cuda.get_device_capability(index) < (9, 0)
 
 
-def _is_torchs(a: Tensor, b: Tensor) -> bool:
+def _fits_torch(a: Tensor, b: Tensor) -> bool:
     """Return whether torch's product takes contiguous rows a, and b of any strides, without a wait of the host."""
     if not a.is_cuda or a.dtype != torch.bfloat16 or _torch_waits(a.device.index) or b.data_ptr() % 16:
         return False
@@ -96,8 +96,8 @@ def _is_torchs(a: Tensor, b: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return a[p] · b[expert of p] for rows a (N, D) and b (E, D, M); rows of no expert hold anything."""
-    if _is_torchs(a, b):
+    """Return a[p] · b[expert of p] for rows a (N, D) and b (E, D, M); rows of no expert are undefined."""
+    if _fits_torch(a, b):
         return F.grouped_mm(a, b, offs=ends)
     (experts, d, m), n = b.shape, len(a)
     out = torch.empty((n, m), dtype=a.dtype, device=a.device)
@@ -112,7 +112,7 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return aᵀ · b over each expert's rows (E, P, Q), for a (N, P) and b (N, Q)."""
-    if _is_torchs(a, b):
+    if _fits_torch(a, b):
         return F.grouped_mm(a.t(), b, offs=ends)
     (p, q), experts = (a.shape[1], b.shape[1]), len(ends)
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)

@@ -1,7 +1,7 @@
 """Triton kernels around the grouped products, and their launchers: order of the rows, spread, activation, gather-sum.
 
-T tokens, K choices of a token, N = T·K rows in the order of their experts, E experts. A choice of no expert (−1) has a
-row behind all others, from ends[E − 1] on, which no product reads.
+T tokens, K choices of a token, N = T·K rows in the order of their experts, E experts. Rows of choices of no expert
+(−1) stand behind all others, from ends[E − 1] on, and no product reads them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def scan_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    own = count_ptr + tl.program_id(0)
+    column = count_ptr + tl.program_id(0)
     total = 0
     for first in range(0, n_chunks, STEP):
         chunk = first + tl.arange(0, STEP)
-        some = tl.load(own + chunk * WIDTH, mask=chunk < n_chunks, other=0)
-        tl.store(own + chunk * WIDTH, total + tl.cumsum(some, 0) - some, mask=chunk < n_chunks)
-        total += tl.sum(some, 0)
+        counts = tl.load(column + chunk * WIDTH, mask=chunk < n_chunks, other=0)
+        tl.store(column + chunk * WIDTH, total + tl.cumsum(counts, 0) - counts, mask=chunk < n_chunks)
+        total += tl.sum(counts, 0)
     tl.store(total_ptr + tl.program_id(0), total)
 
 
@@ -83,7 +83,7 @@ def place_kernel(
     ends = tl.cumsum(total, 0)
     if tl.program_id(0) == 0:
         tl.store(end_ptr + wide, ends, mask=wide < n_experts)
-    # how many choices of the chunk before this one are of the same expert
+    # which earlier choices of the chunk have the same expert
     same = (e[:, None] == e[None, :]) & (at[:, None] > at[None, :])
     start = tl.gather(before + ends - total, tl.maximum(e, 0), 0)
     # the rows of no expert follow all others, in the same order
@@ -94,7 +94,7 @@ def place_kernel(
 
 
 def run(kernel: Any, programs: int, tensors: Any, numbers: tuple[int, ...], *constants: Any, warps: int = 4) -> None:
-    """Launch so many programs of a kernel."""
+    """Launch `programs` programs of a kernel."""
     launch(kernel, (programs, 1, 1), tensors, numbers, constants, num_warps=warps)
 
 
@@ -291,7 +291,7 @@ def activate_backward(
     """
     d_weights, (block_r, block_c) = torch.empty_like(weights), _tile(h.shape[1])
     a, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
-    made = (h, linear) if spare else (a, d_linear)
-    tensors = (d, h, linear, weights, rows, ends, *made, d_weights)
+    outputs = (h, linear) if spare else (a, d_linear)
+    tensors = (d, h, linear, weights, rows, ends, *outputs, d_weights)
     run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
     return a, d_linear, d_weights

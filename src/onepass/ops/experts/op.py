@@ -19,7 +19,7 @@ ACTIVATIONS = ("gelu", "swiglu")
 
 
 def _way(x: Tensor, choices: Tensor) -> Any:
-    """Return the pieces of a call: the kernels' launchers, or the same in torch."""
+    """Return the module that computes the steps of a call: the kernels' launchers, or the same in torch."""
     if uses_triton(x) and choices.numel() and x.shape[1]:
         from . import kernels_rows as way
     else:
@@ -31,13 +31,13 @@ def _check_indices(name: str, indices: Tensor, n_experts: int) -> None:
     check.tensor(name, "indices", indices)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: indices must be int32 or int64, got {indices.dtype}; pass indices.long()")
-    seen = plain(indices)  # a symbolic size would be bound, and the host would wait for values on a GPU
-    if indices.dim() != 2 or (seen and indices.numel() >= 2**31):
+    is_eager = plain(indices)  # else a symbolic size would be tied to a value; a GPU's values would cost a wait
+    if indices.dim() != 2 or (is_eager and indices.numel() >= 2**31):
         raise ValueError(
             f"{name}: indices must be (tokens, k) of fewer than 2^31 choices, got {tuple(indices.shape)}; "
             "pass indices.flatten(0, -2)"
         )
-    ends = indices.aminmax() if seen and indices.device.type == "cpu" and indices.numel() else ()
+    ends = indices.aminmax() if is_eager and indices.device.type == "cpu" and indices.numel() else ()
     if wrong := [v for v in map(int, ends) if not -1 <= v < n_experts]:
         raise ValueError(f"{name}: indices must be −1 (no expert) or 0 … {n_experts - 1}, got {wrong[0]}")
 
@@ -48,8 +48,8 @@ def _check(
     if activation not in ACTIVATIONS:
         raise ValueError(f"experts: activation must be 'gelu' or 'swiglu', got {activation!r}")
     if (gate is None) != (activation == "gelu"):
-        given = "no gate; pass gate=, shaped like up" if gate is None else "a gate; activation='swiglu' takes it"
-        raise ValueError(f"experts: activation {activation!r} got {given}")
+        got = "no gate; pass gate=, shaped like up" if gate is None else "a gate; activation='swiglu' takes it"
+        raise ValueError(f"experts: activation {activation!r} got {got}")
     matrices = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
     for label, value in {"x": x, "weights": weights, **matrices}.items():
         check.floating("experts", label, value)
@@ -60,11 +60,11 @@ def _check(
         raise ValueError(f"experts: up must be (experts, dim = {x.shape[1]}, hidden), got {tuple(up.shape)}")
     n_experts, dim, hidden = up.shape
     for label, value in matrices.items():
-        wanted = (n_experts, hidden, dim) if label == "down" else up.shape
+        expected = (n_experts, hidden, dim) if label == "down" else up.shape
         if value.dtype != x.dtype:
             raise TypeError(f"experts: x is {x.dtype} and {label} is {value.dtype}; pass {label}.to(x.dtype)")
-        if value.shape != wanted:
-            raise ValueError(f"experts: {label} must be {tuple(wanted)} beside this up, got {tuple(value.shape)}")
+        if value.shape != expected:
+            raise ValueError(f"experts: {label} must be {tuple(expected)} beside this up, got {tuple(value.shape)}")
     if x.is_cuda and x.element_size() == 2 and (dim % 8 or hidden % 8):
         raise ValueError(
             f"experts: dim and hidden must be multiples of 8 in {x.dtype} on a GPU, got {dim} and {hidden}; "
@@ -95,7 +95,7 @@ def _forward(
 def _without_gradients(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
 ) -> Tensor:
-    """Return y alone; of few tokens under no_grad, as in decoding, by kernels that read the chosen experts alone."""
+    """Return y alone; few tokens without gradients, as in decoding, go to kernels that read only the chosen experts."""
     matrices = [up, down] if gate is None else [up, down, gate]
     if not torch.is_grad_enabled() and uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
         from . import kernels_few
@@ -122,17 +122,17 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, weights, up, down and gate that are needed.
 
-    h may be the list [h, linear], the only owner of both: their memory then holds gradients. Each large tensor goes
+    h may be the list [h, linear], the only owner of both: their memory then holds gradients. Each large tensor is freed
     after its last use, so that fewer of them exist at once.
     """
     way = _way(x, places)
     dys = way.spread(dy.contiguous(), places)
     # the gradient of the hidden units, which becomes that of h in place
     dh = way.product(dys, down.mT, ends)
-    held: Any = h
-    if spare := isinstance(held, list):
-        h, linear = held
-        held.clear()
+    owner: Any = h
+    if spare := isinstance(owner, list):
+        h, linear = owner
+        owner.clear()
     a, d_linear, d_weights = way.activate_backward(dh, h, linear, weights.contiguous(), rows, ends, spare)
     if a is None:
         a, d_linear = h, linear
@@ -142,7 +142,7 @@ def _backward(
     d_u = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
     if need_x:
-        # two tensors of the rows' size at once for a gate, so before the gradients of up and gate are there
+        # with a gate this needs two tensors of the rows' size at once, so it comes before the gradients of up and gate
         more = None if gate is None else way.product(dh, gate.mT, ends)
         dx = way.gather_sum(way.product(d_u, up.mT, ends), more, places, ends)
         del more
@@ -164,10 +164,10 @@ def _fake(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor,
 
 
 def _fake_backward(dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Any, *rest: Any) -> Any:
-    given = zip((x, weights, up, down, gate), rest[-5:], strict=True)
-    like = (t if need else None for t, need in given)
+    pairs = zip((x, weights, up, down, gate), rest[-5:], strict=True)
+    needed = (t if need else None for t, need in pairs)
     return tuple(
-        None if t is None else t.new_empty(t.mT.shape).mT if _turned(t) else t.new_empty(t.shape) for t in like
+        None if t is None else t.new_empty(t.mT.shape).mT if _turned(t) else t.new_empty(t.shape) for t in needed
     )
 
 
@@ -176,14 +176,14 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Ten
         return (None,) * 7
     x, weights, up, down, gate, h, linear, *order = ctx.saved_tensors
     need_x, _, *needs, _ = ctx.needs_input_grad
-    kept: Any = (h, linear)
+    activations: Any = (h, linear)
     if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
-        # the list becomes the only owner; to a registered operator `run` hands its items, and none of ()
-        kept = [h, linear], ()
+        # the list is then the only owner; a registered operator's `run` passes its items on, and none for ()
+        activations = [h, linear], ()
         ctx.maybe_clear_saved_tensors()
     del h, linear
-    found = run(dy, x, weights, up, down, gate, *kept, *order, need_x, *needs)
-    dx, *others = (g if need else None for g, need in zip(found, (need_x, *needs), strict=True))
+    grads = run(dy, x, weights, up, down, gate, *activations, *order, need_x, *needs)
+    dx, *others = (g if need else None for g, need in zip(grads, (need_x, *needs), strict=True))
     return dx, None, *others, None
 
 

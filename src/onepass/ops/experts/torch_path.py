@@ -43,8 +43,8 @@ def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) -> Tensor:
     """Return the sum of each token's rows, and of its rows in `more`."""
-    found = rows[places].to(torch.promote_types(rows.dtype, torch.float32))
-    return (found if more is None else found + more[places]).sum(1).to(rows.dtype)
+    gathered = rows[places].to(torch.promote_types(rows.dtype, torch.float32))
+    return (gathered if more is None else gathered + more[places]).sum(1).to(rows.dtype)
 
 
 def activate(h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
