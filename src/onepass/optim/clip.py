@@ -14,7 +14,7 @@ from onepass.core import check
 from onepass.optim.lion import Lion
 from onepass.optim.sharded import whole
 
-_ROOM: dict[tuple[torch.device, float], Tensor] = {}
+_MAX_NORMS: dict[tuple[torch.device, float], Tensor] = {}
 
 
 def clip_grad_norm(
@@ -76,8 +76,8 @@ def clip_grad_norm(
     return norm
 
 
-if not TYPE_CHECKING:  # it has no types
-    # torch.compile must not trace what a step keeps for the next one
+if not TYPE_CHECKING:  # torch.compiler.disable has no types
+    # torch.compile must not trace state that one step keeps for the next
     clip_grad_norm = torch.compiler.disable(clip_grad_norm)
 
 
@@ -91,27 +91,27 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _owner(params: list[Tensor]) -> Lion:
-    def has(own: list[Tensor]) -> bool:
-        return _same(own, params) or not set(map(id, params)).isdisjoint(map(id, own))
+    def matches(lion_params: list[Tensor]) -> bool:
+        return _same(lion_params, params) or not set(map(id, params)).isdisjoint(map(id, lion_params))
 
-    # a list made in one call: another thread may build a Lion meanwhile
-    found = [o for ref in Lion.instances.valuerefs() if (o := ref()) is not None and has(_parameters(o))]
-    if len(found) != 1:
+    # valuerefs copies the list in one call: another thread may build a Lion meanwhile
+    owners = [o for ref in Lion.instances.valuerefs() if (o := ref()) is not None and matches(_parameters(o))]
+    if len(owners) != 1:
         raise ValueError(
-            f"clip_grad_norm: {len(found) or 'no'} onepass.optim.Lion {'have' if found else 'has'} these parameters; "
+            f"clip_grad_norm: {len(owners) or 'no'} onepass.optim.Lion {'have' if owners else 'has'} these parameters; "
             "give the one to clip for as optimizer="
         )
-    return found[0]
+    return owners[0]
 
 
 def _check_complete(optimizer: Lion, params: list[Tensor]) -> None:
-    everything = _parameters(optimizer)
-    if _same(everything, params):
+    optimizer_params = _parameters(optimizer)
+    if _same(optimizer_params, params):
         return
-    own, given = set(map(id, everything)), set(map(id, params))
-    if any(id(p) not in own and p.grad is not None for p in params):
+    optimizer_ids, given_ids = set(map(id, optimizer_params)), set(map(id, params))
+    if any(id(p) not in optimizer_ids and p.grad is not None for p in params):
         raise ValueError("clip_grad_norm: parameters with gradients are not the optimizer's; its step can't clip them")
-    if any(id(p) not in given and p.grad is not None for p in everything):
+    if any(id(p) not in given_ids and p.grad is not None for p in optimizer_params):
         raise ValueError("clip_grad_norm: the optimizer has more parameters with gradients than given; give them all")
 
 
@@ -122,9 +122,9 @@ def _norm(
     if not live:
         return torch.zeros((), device=params[0].device if params else None), None
     if work.all_fused:
-        found = work.norm(optimizer, live, _on_device(max_norm, live[0].device), grad_scale)
-        if found is not None:
-            return found[1], found[2]
+        norms = work.norm(optimizer, live, _on_device(max_norm, live[0].device), grad_scale)
+        if norms is not None:
+            return norms[1], norms[2]
     norm = torch.linalg.vector_norm(torch.stack([_norm_of(g).to(live[0].device) for g in live]))
     if grad_scale is not None:
         norm = norm / grad_scale.to(norm.device)
@@ -143,8 +143,8 @@ def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:
         # a graph needs memory of its own: a cached tensor is shared
         return torch.full((), float(max_norm), dtype=torch.float32, device=device)
     key = (device, float(max_norm))
-    if key not in _ROOM:
-        if len(_ROOM) > 64:  # max_norm changes each step
-            _ROOM.clear()
-        _ROOM[key] = torch.full((), float(max_norm), dtype=torch.float32, device=device)
-    return _ROOM[key]
+    if key not in _MAX_NORMS:
+        if len(_MAX_NORMS) > 64:  # it changes each step
+            _MAX_NORMS.clear()
+        _MAX_NORMS[key] = torch.full((), float(max_norm), dtype=torch.float32, device=device)
+    return _MAX_NORMS[key]

@@ -86,7 +86,7 @@ class Lion(Optimizer):
         tensor([ 0.9000, -1.9000])
     """
 
-    # all optimizers by id, in which `clip_grad_norm` finds that of its parameters
+    # all Lions by id: `clip_grad_norm` searches them for the one that has its parameters
     instances: ClassVar[WeakValueDictionary[int, Lion]] = WeakValueDictionary()
     _work: Work | None = None
     # a 0-dim tensor; the next step multiplies gradients by it
@@ -148,11 +148,11 @@ class Lion(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's optimizers do; remainders of DTensors are int32, which collectives can send."""
-        found: dict[str, Any] = super().state_dict()
-        found["state"] = {key: gatherable(state) for key, state in found["state"].items()}
-        for group in found["param_groups"]:  # torch.distributed.checkpoint gathers strings, but no dtype
+        saved: dict[str, Any] = super().state_dict()
+        saved["state"] = {key: gatherable(state) for key, state in saved["state"].items()}
+        for group in saved["param_groups"]:  # torch.distributed.checkpoint gathers strings, but no dtype
             group["state_dtype"] = group["state_dtype"] and str(group["state_dtype"])
-        return found
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; every tensor keeps its saved dtype (torch would cast int16 to the dtype of the weight).
@@ -163,30 +163,30 @@ class Lion(Optimizer):
         Raises:
             ValueError: for the state of another optimizer, such as AdamW: rate and decay of one are not the other's.
         """
-        seen: dict[str, Any] = {}
+        incoming: dict[str, Any] = {}
         peaks = [{key: g[key] for key in ("peak_lr", "keep_peak_lr") if key in g} for g in self.param_groups]
 
-        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+        def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
             refuse_others(loaded)
-            seen.update(loaded)
+            incoming.update(loaded)
 
         def restore(_: Optimizer) -> None:
             for group, peak in zip(self.param_groups, peaks, strict=True):
                 for key, value in peak.items():
                     group.setdefault(key, value)
-            ids = chain.from_iterable(g["params"] for g in seen["param_groups"])
+            ids = chain.from_iterable(g["params"] for g in incoming["param_groups"])
             owners = ((p, group) for group in self.param_groups for p in group["params"])
             for key, (p, group) in zip(ids, owners, strict=True):
-                load_state(seen["state"].get(key, {}), self.state, p, group)
+                load_state(incoming["state"].get(key, {}), self.state, p, group)
 
         # our pre-hook runs last, to read the state after other hooks; our post-hook first, so that others read ours
-        before = self.register_load_state_dict_pre_hook(take)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        pre_hook = self.register_load_state_dict_pre_hook(remember)
+        post_hook = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            before.remove()
-            after.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -197,11 +197,11 @@ class Lion(Optimizer):
     def current_work(self) -> tuple[Work, list[Tensor]]:
         """Return the current layout of a step, and its gradients."""
         work = self._work
-        # a kept layout without DTensors has no use for the list
+        # a kept layout without DTensors reads p.grad itself
         placed = placed_gradients(self.param_groups) if work is None or work.sharded else None
         live = None if work is None else work.gradients(self, placed)
         if work is None or live is None:
-            # not once more, if some ranks keep their layout: the collectives of all ranks must match
+            # not a second time: other ranks may keep their layout, and all ranks must run the same collectives
             placed = placed_gradients(self.param_groups) if placed is None else placed
             grads = [placed.get(id(p)) for group in self.param_groups for p in group["params"]]
             work = self._work = Work(self, grads)
@@ -250,12 +250,12 @@ def _lr_to_device(group: dict[str, Any]) -> None:
     if not group["capturable"] or not params or not params[0].is_cuda:
         return
     device = params[0].device
-    # what float64 weights are multiplied by must not round to fp32; the table of a launch takes either
+    # a factor of float64 weights must not be rounded to fp32; the table of a launch takes both dtypes
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
     for key in ("lr", "weight_decay"):
         value = group[key]
         if isinstance(value, Tensor) or key == "lr":
-            # a tensor per group: a scheduler must not write to that of another group
+            # a tensor per group, so that a scheduler does not write to that of another group
             group[key] = (
                 torch.as_tensor(value, dtype=torch.float64 if wide else torch.float32).detach().to(device, copy=True)
             )

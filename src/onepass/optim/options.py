@@ -102,7 +102,7 @@ def check_parameters(group: dict[str, Any]) -> None:
 def has_remainder(p: Tensor, group: dict[str, Any]) -> bool:
     """Return whether a remainder is stored beside a parameter: of bf16, unless that is declined."""
     if group["low_precision"] not in LOW_PRECISION or group["state_dtype"] not in STATE_DTYPES:
-        check_options(group)  # set since the constructor
+        check_options(group)  # the user set it after the constructor's check
     if group["low_precision"] == "remainder" and p.dtype == torch.float16:
         raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use bfloat16 or float32")
     return p.dtype == torch.bfloat16 and group["low_precision"] != "none" and not group["differentiable"]
@@ -110,13 +110,13 @@ def has_remainder(p: Tensor, group: dict[str, Any]) -> bool:
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
     """Return the dtype of the momentum of a parameter."""
-    asked = group["state_dtype"]
-    if asked == "int8":
+    state_dtype = group["state_dtype"]
+    if state_dtype == "int8":
         if p.is_complex():
             raise ValueError(f"state_dtype='int8' has no complex form for a {p.dtype} parameter; None is accepted")
         small = p.numel() < SMALL_INT8 or (is_sharded(p) and scale_shape(p) is None)
         return p.dtype if small else torch.int8
-    dtype: torch.dtype = asked or p.dtype
+    dtype: torch.dtype = state_dtype or p.dtype
     if p.is_complex() and dtype != p.dtype:
         if dtype not in COMPLEX_STATE:
             raise ValueError(f"state_dtype={dtype} has no complex form for a {p.dtype} parameter; None is accepted")

@@ -80,11 +80,11 @@ class ReleasedGradients:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Keep and add up the gradients of backward passes inside; the first backward outside updates with the sum."""
-        before, self._holding = self._holding, True
+        previous, self._holding = self._holding, True
         try:
             yield
         finally:
-            self._holding = before
+            self._holding = previous
 
     def remove(self) -> None:
         """Remove the hooks; the next `optimizer.step()` uses gradients that still wait."""

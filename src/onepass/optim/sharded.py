@@ -31,17 +31,17 @@ def local(t: Tensor) -> Tensor:
 
 
 def shards(tensors: Iterable[Any]) -> list[Any]:
-    """Return this rank's shards of DTensors, each the same object at every call, and other tensors or None as they are.
+    """Return this rank's shard of each DTensor, the same object at every call; other tensors and None as they are.
 
-    DTensor has them at hand; to ask it for them takes microseconds each, which adds up over a model's parameters.
+    It reads DTensor's private field: `to_local` takes microseconds, which add up over a model's parameters.
     """
     tensors = list(tensors)
     try:
-        found = list(map(_shard, tensors))
+        local_tensors = list(map(_shard, tensors))
     except AttributeError:
         return [local(t) for t in tensors]
     # the result of a collective may still be on its way
-    return found if {torch.Tensor}.issuperset(map(type, found)) else [local(t) for t in tensors]
+    return local_tensors if {torch.Tensor}.issuperset(map(type, local_tensors)) else [local(t) for t in tensors]
 
 
 def placed_gradients(groups: Iterable[dict[str, Any]]) -> dict[int, Tensor]:
@@ -49,15 +49,15 @@ def placed_gradients(groups: Iterable[dict[str, Any]]) -> dict[int, Tensor]:
 
     A `Partial` gradient is summed over the ranks. All ranks must call this equally often.
     """
-    found = {}
+    gradients = {}
     for group in groups:
         for p in group["params"]:
             g = p.grad
             if g is not None:
                 # most gradients have the parameter's placements themselves, not equal ones
-                same = getattr(g, "placements", p) is getattr(p, "placements", g)
-                found[id(p)] = g if same else _placed(p, g)
-    return found
+                is_placed = getattr(g, "placements", p) is getattr(p, "placements", g)
+                gradients[id(p)] = g if is_placed else _placed(p, g)
+    return gradients
 
 
 def _placed(p: Any, g: Any) -> Tensor:
@@ -72,7 +72,7 @@ def _placed(p: Any, g: Any) -> Tensor:
             "they must share one"
         )
     g = g.redistribute(placements=p.placements)
-    # an exchange may leave a shard with gaps, which would take the path for odd layouts
+    # redistribute may leave a shard with gaps, which would take the slow path for odd layouts
     return _from_local(local(g).contiguous(), p, g.shape)
 
 
@@ -123,9 +123,9 @@ def zero_scales(p: Any) -> Tensor:
     shape = scale_shape(p)
     assert shape is not None
     shard, height = local(p), p.shape[0] // shape[0]
-    own_shape = shard.shape[0] // height, height * math.prod(shard.shape[1:]) // INT8_BLOCK
-    own = torch.zeros(own_shape, dtype=torch.float32, device=shard.device)
-    return _from_local(own, p, shape)
+    local_shape = shard.shape[0] // height, height * math.prod(shard.shape[1:]) // INT8_BLOCK
+    local_scales = torch.zeros(local_shape, dtype=torch.float32, device=shard.device)
+    return _from_local(local_scales, p, shape)
 
 
 def global_mean(p: Any, shard: Tensor) -> Tensor:
@@ -151,5 +151,5 @@ def place_like(p: Any, value: Tensor) -> Tensor:
         return value.redistribute(placements=p.placements)  # type: ignore[attr-defined, no-any-return]
     from torch.distributed.tensor import distribute_tensor
 
-    # every rank has loaded it: none must send it
+    # every rank has loaded the value, so no rank needs to send it
     return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)

@@ -15,7 +15,7 @@ from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, wh
 
 SCALE_KEY = "exp_avg_scale"
 # kahan_comp: optimi's Kahan compensation, which becomes a remainder
-_OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp")
+_KEYS = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp")
 
 
 def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> bool:
@@ -37,7 +37,7 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> bo
         if old is not None:
             value = local(old)
             value = dequantize(value, local(state.pop(SCALE_KEY)).view(-1)) if old.dtype == torch.int8 else value
-        # blocks are runs of memory: with rows in order, they stay the same blocks for every number of ranks
+        # blocks are runs of memory: with contiguous rows they are the same blocks for every number of ranks
         sharded_codes = momentum == torch.int8 and is_sharded(p)
         layout = torch.contiguous_format if sharded_codes else torch.preserve_format
         state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=layout)
@@ -65,13 +65,13 @@ def refuse_others(state_dict: dict[str, Any]) -> None:
     """Raise ValueError for the state of another optimizer: its learning rate and decay would drive Lion."""
     states, groups = state_dict["state"].values(), state_dict["param_groups"]
     tensors = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
-    signs = sorted(tensors - {*_OWN, "rounding", "step"}) or sorted(
+    signs = sorted(tensors - {*_KEYS, "rounding", "step"}) or sorted(
         {"eps", "amsgrad"} & {key for group in groups for key in group}
     )
     if signs or any(group.keys().isdisjoint(("betas", "beta1")) for group in groups):
-        what = f"it has {signs[0]}" if signs else "no betas"
+        reason = f"it has {signs[0]}" if signs else "no betas"
         raise ValueError(
-            f"Lion.load_state_dict: this is another optimizer's state ({what}), whose rate and decay would replace "
+            f"Lion.load_state_dict: this is another optimizer's state ({reason}), whose rate and decay would replace "
             "Lion's: load the model alone, and start with a new Lion (docs/lion.md: which lr and weight_decay)"
         )
 
@@ -92,10 +92,10 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
             "Lion: the state of a float16 parameter has a 'kahan_comp', which Lion keeps for bfloat16 alone, as a "
             "remainder; load the weights in bfloat16, or delete the 'kahan_comp' of each state to go on without"
         )
-    if "rounding" in saved:  # of the stochastic rounding that an earlier Lion had
+    if "rounding" in saved:  # the stochastic rounding of an earlier Lion
         del states[p]["rounding"]
     for name, value in saved.items():
-        if name not in _OWN:
+        if name not in _KEYS:
             continue
         if name == SCALE_KEY and isinstance(value, Tensor) and value.numel() == math.prod(shapes[name]):
             # the blocks of a sharded momentum are listed by rows
@@ -107,7 +107,7 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
         if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
             dtype = momentum_dtype(p, group)
         if name == "remainder" and dtype == torch.int32:
-            dtype = torch.int16  # of a sharded state, see `gatherable`
+            dtype = torch.int16  # a sharded state: see `gatherable`
         # always copy: steps must not change the checkpoint
         value = value.detach().to(p.device, dtype, copy=True)
         states[p][name] = place_like(p, value)
@@ -125,8 +125,8 @@ def without_codes(saved: dict[str, Any]) -> dict[str, Any]:
 def gatherable(state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state for a state dict: the remainder of a DTensor as int32 numbers.
 
-    Neither gloo nor NCCL gathers int16. As numbers, not bits, they also take the values of an int16 checkpoint that is
-    read into them.
+    Neither gloo nor NCCL gathers int16. These are numbers, not bits of int16, so an int16 checkpoint can be read
+    into them.
     """
     remainder = state.get("remainder")
     if remainder is None or not is_sharded(remainder):
@@ -139,7 +139,7 @@ def rename_options(group: dict[str, Any]) -> None:
     if group.get("low_precision") in ("kahan", "stochastic"):
         group["low_precision"] = "auto"
     group.pop("seed", None)
-    for dtype in (torch.float32, torch.bfloat16):  # of a state dict
+    for dtype in (torch.float32, torch.bfloat16):  # a state dict names the dtype
         if group.get("state_dtype") == str(dtype):
             group["state_dtype"] = dtype
     if "betas" not in group and "beta1" in group and "beta2" in group:
@@ -162,8 +162,8 @@ def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     """Raise an error if gradient or state have another shape or device than p, as after `p.data = ...`."""
     m = state["exp_avg"]
     # kernels read only these; other entries of a checkpoint (AdamW's step, on the CPU) may be on any device
-    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, "remainder"))
-    for name, t in (("gradient", g), *own):
+    state_tensors = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, "remainder"))
+    for name, t in (("gradient", g), *state_tensors):
         if t is not None and t.device != p.device:
             raise ValueError(
                 f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "

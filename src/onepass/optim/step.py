@@ -24,7 +24,7 @@ _grad = attrgetter("grad")
 
 
 def _strides(t: Tensor) -> list[tuple[int, int]]:
-    # skip dimensions of size 1: their strides do not matter
+    # without dimensions of size 1, whose strides do not matter
     return [(stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1]
 
 
@@ -43,7 +43,7 @@ def same_dense_layout(p: Tensor, *others: Tensor | None) -> bool:
 
 
 def _may_be_turned(p: Tensor) -> bool:
-    """Return whether the memory of p can hold this shape in another order, by a transpose of equal dimensions."""
+    """Return whether a transpose in place could leave p's shape as it is: two of its dimensions are equal."""
     sizes = [n for n in p.shape if n > 1]
     return len(set(sizes)) < len(sizes)
 
@@ -57,7 +57,7 @@ class Work:
     def __init__(self, optimizer: Optimizer, grads: Sequence[Tensor | None], *, part: bool = False) -> None:
         """Sort the tensors; `grads` are of all parameters, group by group. `part`: ignore parameters without one."""
         groups = optimizer.param_groups
-        self.lists = [Objects(group["params"]) for group in groups]
+        self.param_lists = [Objects(group["params"]) for group in groups]
         self.signature = list(map(routing, groups))
         self.params: list[Tensor] = []  # parameters with a gradient
         self.idle: list[Tensor] = []
@@ -79,10 +79,10 @@ class Work:
             self.groups.append(k)
             states.append(state)
         momenta, scales = [s["exp_avg"] for s in states], [s.get(SCALE_KEY) for s in states]
-        self.kept = [
+        self.state_lists = [
             (key, Objects([s.get(key) for s in optimizer.state.values()]))
-            for key, found in (("exp_avg", momenta), ("remainder", remainders), (SCALE_KEY, scales))
-            if any(t is not None for t in found)
+            for key, tensors in (("exp_avg", momenta), ("remainder", remainders), (SCALE_KEY, scales))
+            if any(t is not None for t in tensors)
         ]
         live = [g for g in grads if g is not None]
         self.sharded = any(map(is_sharded, self.params))
@@ -95,12 +95,12 @@ class Work:
             live = shards(live)
             columns = Columns(*map(shards, columns))
             columns = columns._replace(scales=[None if s is None else s.view(-1) for s in columns.scales])
-        # what this rank has of the tensors
+        # this rank's shards of the tensors
         self.columns = columns
-        self.layouts = Layouts(live)
-        self.own = Layouts(columns.params)
+        self.grad_layouts = Layouts(live)
+        self.param_layouts = Layouts(columns.params)
         self.squares = [p for p in columns.params if _may_be_turned(p)]
-        self.turned = Layouts(self.squares)
+        self.square_layouts = Layouts(self.squares)
         self._sort(optimizer, live)
 
     def _sort(self, optimizer: Optimizer, live: list[Tensor]) -> None:
@@ -112,14 +112,14 @@ class Work:
             group = optimizer.param_groups[self.groups[j]]
             vectors = same_dense_layout(p, g, m, e)
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
-            known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
-            triton = vectors and known and not group["foreach"] and group["fused"] is not False
-            # a kernel counts in its own shard, but the mean is that of all
+            kernel_dtypes = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
+            triton = vectors and kernel_dtypes and not group["foreach"] and group["fused"] is not False
+            # a kernel averages its own shard, but the cautious mean is that of all shards
             triton = triton and not (is_sharded(self.params[j]) and cautious_factor(group) is not None)
             if triton and all(map(uses_triton, (p, g, m))) and (group["fused"] or group["foreach"] is None):
                 self.fused.append(j)
                 continue
-            if group["fused"] and p.is_cuda and not (vectors and known):
+            if group["fused"] and p.is_cuda and not (vectors and kernel_dtypes):
                 raise RuntimeError(
                     "`fused=True` requires dense parameters of supported dtypes with gradients laid out alike, got a "
                     f"parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient {g.dtype} of "
@@ -132,88 +132,88 @@ class Work:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params)
         self.plan: Plan | None = None
-        self._known: tuple[list[tuple[Any, ...]], Rows] | None = None
+        self._packed: tuple[list[tuple[Any, ...]], Rows] | None = None
         if self.fused:
             self._make_plan(optimizer, columns)
 
     def _make_plan(self, optimizer: Optimizer, columns: Columns) -> Plan:
-        own = self.fused
-        careful = [cautious_factor(group) is not None for group in optimizer.param_groups]
-        groups = [self.groups[j] for j in own]
+        indices = self.fused
+        cautious = [cautious_factor(group) is not None for group in optimizer.param_groups]
+        groups = [self.groups[j] for j in indices]
         decay = any(group["cautious_weight_decay"] for group in optimizer.param_groups)
-        self.plan = Plan(columns.take(own), groups, [careful[k] for k in groups], decay)
+        self.plan = Plan(columns.take(indices), groups, [cautious[k] for k in groups], decay)
         return self.plan
 
     def gradients(self, optimizer: Optimizer, placed: dict[int, Tensor] | None) -> list[Tensor] | None:
-        """Return the gradients to step with; None if more than values and addresses has changed.
+        """Return the current gradients; None if more than values and addresses changed, so that a new Work is needed.
 
         `placed`: the result of `placed_gradients` for DTensors.
         """
         groups = optimizer.param_groups
-        if len(groups) != len(self.lists):
+        if len(groups) != len(self.param_lists):
             return None
-        for group, params, options in zip(groups, self.lists, self.signature, strict=True):
+        for group, params, options in zip(groups, self.param_lists, self.signature, strict=True):
             if not params.same_objects(group["params"]) or routing(group) != options:
                 return None
         states = optimizer.state.values()
-        for key, kept in self.kept:
+        for key, objects in self.state_lists:
             try:
-                now = list(map(itemgetter(key), states))
+                current = list(map(itemgetter(key), states))
             except KeyError:
-                now = [s.get(key) for s in states]
-            if not kept.same_objects(now):
+                current = [s.get(key) for s in states]
+            if not objects.same_objects(current):
                 return None
         live: list[Any] = list(map(_grad, self.params)) if placed is None else [placed.get(id(p)) for p in self.params]
         if self.idle and any(p.grad is not None for p in self.idle):
             return None
         if not self.sharded:
-            return live if self._hold(live) else None
-        return live if self.shards.same_objects(shards(self.placed)) and self._hold(shards(live)) else None
+            return live if self._unchanged(live) else None
+        return live if self.shards.same_objects(shards(self.placed)) and self._unchanged(shards(live)) else None
 
-    def _hold(self, live: list[Tensor]) -> bool:
-        """Return whether parameters and gradients keep their layouts, and momenta their addresses."""
+    def _unchanged(self, live: list[Tensor]) -> bool:
+        """Return whether parameters and gradients have the same layouts as before, and momenta the same addresses."""
         if self.plan is not None and self.plan.states_moved():
             return False
         moved = self.plan is None or self.plan.params_moved()
         if moved or not self.all_fused:
-            return self.layouts.unchanged(live) and self.own.unchanged(self.columns.params)
+            return self.grad_layouts.unchanged(live) and self.param_layouts.unchanged(self.columns.params)
         # without a move, a square matrix may still have been transposed in place. Any other new layout at the same
         # address reinterprets memory and keeps the gradient: too rare for a check of all parameters at each step
-        return self.layouts.unchanged(live) and (not self.squares or self.turned.unchanged(self.squares))
+        return self.grad_layouts.unchanged(live) and (not self.squares or self.square_layouts.unchanged(self.squares))
 
     def run(self, optimizer: Optimizer, live: list[Tensor], clip: Tensor | None = None) -> None:
         """Update all parameters; `clip` multiplies the gradients."""
         groups = optimizer.param_groups
         live = shards(live) if self.sharded else live
         scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
-        rows = self._rows(groups)  # a bad option of any group raises before anything moves
+        rows = self._rows(groups)  # a bad option of any group raises before any parameter changes
         if self.plan is not None:
             self.plan = self._current_plan(optimizer, live)
             self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
             # kernels write without raising the version counters that autograd checks
             torch.autograd.graph.increment_version(self.params)
         if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
-            self._run_others(groups, self.columns._replace(grads=live), _factor(scalars))
+            self._run_torch(groups, self.columns._replace(grads=live), _factor(scalars))
 
     def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
         """Return the hyperparameters of all groups, packed again only if a number changed."""
-        now = list(map(numbers, groups))
-        varying = any(map(may_vary, now))
-        if varying or self._known is None or now != self._known[0]:
+        current = list(map(numbers, groups))
+        varying = any(map(may_vary, current))
+        if varying or self._packed is None or current != self._packed[0]:
             rows = pack_rows([*map(row_of, groups)])
-            self._known = None if varying else (now, rows)
+            self._packed = None if varying else (current, rows)
             return rows
-        return self._known[1]
+        return self._packed[1]
 
     def _current_plan(self, optimizer: Optimizer, live: list[Tensor]) -> Plan:
         """Return a plan with the current addresses."""
         plan = self.plan
         assert plan is not None
-        own = live if self.all_fused else [live[j] for j in self.fused]
-        if plan.refresh(own):
+        fused_grads = live if self.all_fused else [live[j] for j in self.fused]
+        if plan.refresh(fused_grads):
             return plan
         plan = self._make_plan(optimizer, self.columns._replace(grads=live))
-        plan.refresh(own)
+        plan.refresh(fused_grads)
         return plan
 
     def norm(
@@ -232,12 +232,12 @@ class Work:
         scale = Scalars(grad_scale).to(device)[0]
         return plan.norm(self._rows(optimizer.param_groups), max_norm.to(device), scale)
 
-    def _run_others(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
-        for own in self.tiled.values():
-            group = groups[self.groups[own[0]]]
-            params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
-            extras = [e for e in (columns.extras[j] for j in own) if e is not None]
-            # numbers, also of tensors on another device than these
+    def _run_torch(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
+        for indices in self.tiled.values():
+            group = groups[self.groups[indices[0]]]
+            params, gradients, exp_avgs = ([split_complex(c[j]) for j in indices] for c in columns[:3])
+            extras = [e for e in (columns.extras[j] for j in indices) if e is not None]
+            # plain numbers, because tensors of hyperparameters may be on another device
             row = Row._make(map(float, _scaled(row_of(group), factor)))
             update_(params, gradients, exp_avgs, extras, row, compiled=bool(group["fused"]))
         for j in self.plain:

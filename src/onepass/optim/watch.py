@@ -17,13 +17,13 @@ class Objects:
     """
 
     def __init__(self, objects: Sequence[Tensor | None]) -> None:
-        self._kept = list(objects)
+        self._objects = list(objects)
         self._singles = [(i, t) for i, t in enumerate(objects) if t is not None and t.numel() == 1]
 
     def same_objects(self, objects: list[Any]) -> bool:
         """Return whether these are the objects of the constructor."""
         try:
-            return objects == self._kept and (not self._singles or all(objects[i] is t for i, t in self._singles))
+            return objects == self._objects and (not self._singles or all(objects[i] is t for i, t in self._singles))
         except Exception:  # comparing different tensors raises many kinds of errors
             return False
 
@@ -36,12 +36,12 @@ class Layouts:
     """Check that tensors still have their dtypes, devices, shapes and strides.
 
     Every step checks every gradient. torch's own guard checks all tensors in one call and takes a third of the time of
-    a Python expression. It also fails for other reasons, such as a change of grad mode. Then, and in versions of torch
-    without it, the tensors are checked one by one.
+    a Python expression. It also fails for other reasons, such as a change of grad mode. Where it fails, or torch has
+    none, the tensors are checked one by one.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._kept = [_layout(t) for t in tensors]
+        self._layouts = [_layout(t) for t in tensors]
         self._check: Callable[..., bool] | None = None
         try:
             guards: Any = torch._C._dynamo.guards
@@ -59,6 +59,6 @@ class Layouts:
         try:
             if self._check is not None and self._check(*tensors):
                 return True
-            return [_layout(t) for t in tensors] == self._kept
+            return [_layout(t) for t in tensors] == self._layouts
         except (AttributeError, TypeError, RuntimeError):  # a gradient is missing or sparse now
             return False

@@ -1,4 +1,4 @@
-"""Compare a norm with its replacement: an output and its gradients in fp32, bits in bf16, dtypes of results."""
+"""Compare a norm with its replacement: output and gradients in fp32, bits in bf16, dtypes of results."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from .exchange import Exchange, Target
 SEED = 20
 # nonzero numbers of a sparse row
 FEW = 8
-# rows of `_input` for gradients; those of the other rows are sums that cancel
+# rows of `_input` whose gradients are compared; in those of the other rows terms cancel
 _DENSE = (slice(0, 1), slice(0, 2))
 
 
-def choose(module: nn.Module, found: list[Target]) -> Target | str:
+def choose(module: nn.Module, candidates: list[Target]) -> Target | str:
     """Return the first target that computes what the module computes, or why the closest does not."""
     first = next(module.parameters(recurse=False), None)
     device = torch.device("cpu") if first is None or first.is_meta else first.device
-    with _alone(device):
-        problems = [_compare(module, target, device) for target in found]
-        fits = [target for target, problem in zip(found, problems, strict=True) if problem is None]
+    with _isolated(device):
+        problems = [_compare(module, target, device) for target in candidates]
+        fits = [target for target, problem in zip(candidates, problems, strict=True) if problem is None]
         chosen = _same_rounding(module, fits) if fits else min(filter(None, problems))[1]
-        return chosen if isinstance(chosen, str) else _of_two_dtypes(module, chosen)
+        return chosen if isinstance(chosen, str) else _check_two_dtypes(module, chosen)
 
 
-def _of_two_dtypes(module: nn.Module, target: Target) -> Target | str:
-    """Return the target that returns the module's dtypes where those of x and weight differ, or why there is none."""
+def _check_two_dtypes(module: nn.Module, target: Target) -> Target | str:
+    """Return the target whose results have the module's dtypes where x and weight have two, or why there is none."""
     wide, narrow = torch.float32, torch.bfloat16
     with torch.no_grad(), warnings.catch_warnings():
-        # torch's, of two dtypes: our question, not the user's
+        # torch warns of two dtypes, which the user did not ask for
         warnings.simplefilter("ignore")
         outputs = _output(module, target, wide, narrow), _output(module, target, narrow, wide)
-    found = [None if y is None else y.dtype for y in outputs]
+    output_dtypes = [None if y is None else y.dtype for y in outputs]
     rules = {(wide, narrow): target}
     if issubclass(target.cls, RMSNorm) and "weight" in module._parameters:
         rules |= {(wide, wide): target.mixed(narrow=False), (narrow, wide): target.mixed(narrow=True)}
     for dtypes, rule in rules.items():
-        if all(a in (None, b) for a, b in zip(found, dtypes, strict=True)):
+        if all(a in (None, b) for a, b in zip(output_dtypes, dtypes, strict=True)):
             return rule
-    return f"its output is {' and '.join(_short(d) for d in found if d)} where x and weight have two dtypes"
+    return f"its output is {' and '.join(_short(d) for d in output_dtypes if d)} where x and weight have two dtypes"
 
 
 def _same_rounding(module: nn.Module, fits: list[Target]) -> Target | str:
     """Return the first target whose output has the module's bits in bf16 on the CPU; the first of all if none has.
 
-    Or why there is none, if the module's output is not in bf16: the model may be cast after the exchange.
+    Return why there is none if the module's output is not in bf16, because the model may be cast after the exchange.
     """
     for target in fits:
         theirs, ours = (_output(module, target, torch.bfloat16, torch.bfloat16, swapped) for swapped in (False, True))
@@ -68,15 +68,15 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> Target | str:
 
 
 def _output(
-    module: nn.Module, target: Target, of_x: torch.dtype, of_weight: torch.dtype, swapped: bool = False
+    module: nn.Module, target: Target, x_dtype: torch.dtype, weight_dtype: torch.dtype, swapped: bool = False
 ) -> Tensor | None:
-    """Return what a twin of the module computes of `_input` on the CPU, or None if it does not take these dtypes."""
+    """Return the output of a twin of the module for `_input` on the CPU, or None if it does not take these dtypes."""
     generator = torch.Generator("cpu").manual_seed(SEED)
-    twin = _twin(module, generator, torch.device("cpu"), of_weight)
+    twin = _twin(module, generator, torch.device("cpu"), weight_dtype)
     try:
         if swapped:
             Exchange(twin, target)
-        return type(twin).forward(twin, _input(generator, target).to(of_x))  # type: ignore[no-any-return]
+        return type(twin).forward(twin, _input(generator, target).to(x_dtype))  # type: ignore[no-any-return]
     except Exception:
         return None
 
@@ -85,7 +85,7 @@ def _compare(module: nn.Module, target: Target, device: torch.device) -> tuple[f
     """Return None if the target computes the same, else how far off it is and a sentence that says so.
 
     Twins of the module are compared: its class and attributes with random parameters in fp32, on its device, or on the
-    CPU for the meta device. Those at hand may be zero or not loaded yet.
+    CPU for the meta device. The module's own parameters may be zero or not loaded yet.
     """
     generator = torch.Generator("cpu").manual_seed(SEED)
     twin = _twin(module, generator, device, torch.float32)
@@ -108,9 +108,9 @@ def _compare(module: nn.Module, target: Target, device: torch.device) -> tuple[f
 def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a module of the same class and attributes, in training mode, with random parameters around 1 and 0."""
     twin = object.__new__(type(module))
-    # containers are copied: a forward that fills one leaves the module as it was
-    own = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
-    vars(twin).update(own, training=True)
+    # copy containers, so that a forward that fills one does not change the module
+    attributes = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
+    vars(twin).update(attributes, training=True)
 
     def random(name: str, p: Tensor) -> nn.Parameter:
         t = torch.rand(p.shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -145,7 +145,7 @@ def _whose(target: Target) -> str:
 
 def _run(module: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Return the output, and for its dense rows the gradients of x and the parameters."""
-    # the class's: calls no hooks
+    # the class's forward, which calls no hooks
     forward = type(module).forward
     rows = x[_DENSE].clone().requires_grad_()
     inputs = [rows, *module.parameters(recurse=False)]
@@ -155,7 +155,7 @@ def _run(module: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
 def _difference(
     theirs: list[Tensor], ours: list[Tensor], twin: nn.Module, target: Target, x: Tensor, dy: Tensor
 ) -> tuple[float, str] | None:
-    """Return by how much theirs and ours differ beyond rounding, and a sentence; None if they don't.
+    """Return how far theirs and ours differ, and a sentence, if that is beyond rounding; else None.
 
     A sum of N numbers in two orders differs by at most 2(N + 1)u relatively, u = 2^−24; the bound allows twice that
     and a few more roundings.
@@ -164,15 +164,15 @@ def _difference(
     u = torch.finfo(torch.float32).eps / 2
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            found = [_short(t.dtype) if a.dtype != b.dtype else tuple(t.shape) for t in (a, b)]
-            return math.inf, f"its output is {found[0]}, {_whose(target)} {found[1]}"
+            pair = [_short(t.dtype) if a.dtype != b.dtype else tuple(t.shape) for t in (a, b)]
+            return math.inf, f"its output is {pair[0]}, {_whose(target)} {pair[1]}"
         rows = -1, a.numel() if i > 1 else width
         a, b = (_wide(t).reshape(rows) for t in (a, b))
         error = (a - b).abs().amax(-1)
         relative = torch.where(error == 0, 0.0, error / _scale(i, b, twin, target, x, dy)).nan_to_num(math.inf)
         bound = torch.full_like(relative, 4 * (width + FEW) * u)
         if i == 0:
-            # rows of few numbers
+            # rows 3 and 4 have few nonzero numbers
             bound[3:5] = 4 * (min(width, FEW) + FEW) * u
         if bool((relative > bound).any()):
             worst = f"{float(relative.max()):.1e}"
@@ -215,7 +215,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def _isolated(device: torch.device) -> Iterator[None]:
     """Run with gradients on and autocast off; the caller's modes and random state stay as they are."""
     devices = [] if device.type == "cpu" else [device]
     with (

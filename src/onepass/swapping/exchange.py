@@ -12,22 +12,22 @@ from onepass.ops.norm.op import rms_norm
 
 
 class MixedRMSNorm(RMSNorm):
-    """An `RMSNorm` whose result has another dtype than x where x and weight have two: the wider, as Llama's.
+    """An `RMSNorm` whose result has the wider dtype where x and weight have two, as Llama's.
 
-    With `narrow` it is T5's, which rounds the normalised row to a 16-bit weight's dtype, and to none for a wider one.
+    With `narrow`, as T5's: the normalised row is rounded to the weight's dtype if that has 16 bits, else not at all.
     """
 
     narrow = False
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or ``(y, x + residual)``."""
-        own = self.weight.dtype
-        if x.dtype == own or residual is not None:
+        weight_dtype = self.weight.dtype
+        if x.dtype == weight_dtype or residual is not None:
             return super().forward(x, residual)  # type: ignore[arg-type]
-        eps, dtype = self.eps_for(x), torch.promote_types(x.dtype, own)
+        eps, dtype = self.eps_for(x), torch.promote_types(x.dtype, weight_dtype)
         x = x.double() if dtype == torch.float64 else x  # which has no other result in float64
-        if self.narrow and own.itemsize == 2:
-            return self.weight * rms_norm(x, eps=eps, out_dtype=own)
+        if self.narrow and weight_dtype.itemsize == 2:
+            return self.weight * rms_norm(x, eps=eps, out_dtype=weight_dtype)
         rounding = "once" if self.narrow else self.rounding
         return rms_norm(x, self.weight, eps=eps, offset=self.offset, rounding=rounding, out_dtype=dtype)
 
@@ -41,14 +41,14 @@ class Target(NamedTuple):
     label: str
 
     @classmethod
-    def like(cls, made: nn.Module) -> Target:
-        """Return the target that gives a module the class and the options of `made`."""
+    def like(cls, norm: nn.Module) -> Target:
+        """Return the target that gives a module the class and the options of `norm`."""
         state = vars(nn.Module())
-        fields = {name: value for name, value in vars(made).items() if name not in state}
-        offset, twice = getattr(made, "offset", 0.0), getattr(made, "rounding", "once") == "twice"
+        fields = {name: value for name, value in vars(norm).items() if name not in state}
+        offset, twice = getattr(norm, "offset", 0.0), getattr(norm, "rounding", "once") == "twice"
         option = f"(offset={offset:g})" if offset else "(rounding='twice')" if twice else ""
-        label = f"onepass.nn.{'RMSNorm' if isinstance(made, RMSNorm) else 'LayerNorm'}{option}"
-        return cls(type(made), fields, tuple(made._parameters), label)
+        label = f"onepass.nn.{'RMSNorm' if isinstance(norm, RMSNorm) else 'LayerNorm'}{option}"
+        return cls(type(norm), fields, tuple(norm._parameters), label)
 
     def mixed(self, narrow: bool) -> Target:
         """Return the target as a `MixedRMSNorm`."""
@@ -66,20 +66,20 @@ class Exchange:
         self.module = module
         self.target = target
         self._cls = type(module)
-        own, parameters = vars(module), module._parameters
-        self._fields = {name: own[name] for name in target.fields if name in own}
+        attributes, parameters = vars(module), module._parameters
+        self._fields = {name: attributes[name] for name in target.fields if name in attributes}
         self._unused = [name for name in target.parameters if name not in parameters]
         module.__class__ = target.cls  # TypeError, with nothing changed, if the layouts in memory differ
-        own.update(target.fields)
+        attributes.update(target.fields)
         parameters.update(dict.fromkeys(self._unused))
 
     def undo(self) -> None:
         """Restore the class and the attributes that the exchange set."""
-        own, parameters = vars(self.module), self.module._parameters
+        attributes, parameters = vars(self.module), self.module._parameters
         self.module.__class__ = self._cls
         for name in self.target.fields:
-            own.pop(name, None)
-        own.update(self._fields)
+            attributes.pop(name, None)
+        attributes.update(self._fields)
         for name in self._unused:
             if parameters.get(name) is None:
                 parameters.pop(name, None)

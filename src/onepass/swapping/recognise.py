@@ -1,4 +1,4 @@
-"""Which modules look like a norm, and what stands in the way of an exchange before anything is computed."""
+"""Which modules look like a norm, and which of them can't be exchanged, as far as no computation is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onepass.nn import LayerNorm, RMSNorm
 from .exchange import Target
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
-# whose modules named LayerNorm or RMSNorm are known
+# libraries whose classes named LayerNorm or RMSNorm are known
 LIBRARIES = ("transformers.models.", "timm.", "torchvision.", "diffusers.")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # torch's other norms, its parametrizations, and modules named like them
@@ -29,12 +29,12 @@ def is_known(module: nn.Module, also: tuple[type[nn.Module], ...]) -> bool:
     cls: type = type(module).__base__ if parametrize.is_parametrized(module) else type(module)  # type: ignore[assignment]
     if cls in (nn.LayerNorm, nn.RMSNorm, *also):
         return True
-    plain = cls.__name__.lower().removesuffix("fp32").endswith(("rmsnorm", "layernorm"))
-    return plain and cls.__module__.startswith(LIBRARIES)
+    by_name = cls.__name__.lower().removesuffix("fp32").endswith(("rmsnorm", "layernorm"))
+    return by_name and cls.__module__.startswith(LIBRARIES)
 
 
 def path_of(cls: type) -> str:
-    """Return a class's whole name, as an import finds it."""
+    """Return a class's name with its module, by which an import finds it."""
     if cls in (nn.LayerNorm, nn.RMSNorm):
         return f"torch.nn.{cls.__name__}"
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -87,12 +87,12 @@ def targets(module: nn.Module, also: tuple[type[nn.Module], ...]) -> list[Target
     if affine:
         rms += [RMSNorm(shape, eps, device="meta", rounding="twice"), RMSNorm(shape, eps, device="meta", offset=1.0)]
     if is_rms:
-        return [Target.like(made) for made in rms]
+        return [Target.like(norm) for norm in rms]
     only_layer = isinstance(module, nn.LayerNorm) or bias is not None
     if math.prod(shape) == 1 and only_layer:
         return "its width is 1: a layer norm of one number is its bias"
     layer = LayerNorm(shape, eps, affine, bias is not None, "meta")
-    return [Target.like(made) for made in ([layer] if only_layer else [*rms, layer])]
+    return [Target.like(norm) for norm in ([layer] if only_layer else [*rms, layer])]
 
 
 def _obstacle(module: nn.Module) -> str:
@@ -125,20 +125,20 @@ def _obstacle(module: nn.Module) -> str:
 def _parameter_problem(module: nn.Module) -> str:
     """Return why the parameters are not those of a norm, or an empty string."""
     is_torchs = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-    known = ("weight",) if isinstance(module, nn.RMSNorm) else ("weight", "bias")
-    found = {name: p for name, p in module._parameters.items() if p is not None}
-    if not found.keys() <= set(known) or any(vars(module).get(name) is not None for name in known):
-        return f"its parameters are {', '.join(found) or 'hidden by attributes'}; a norm's are {' and '.join(known)}"
-    if "weight" not in found and (found or not is_torchs or module.elementwise_affine):
+    names = ("weight",) if isinstance(module, nn.RMSNorm) else ("weight", "bias")
+    present = {name: p for name, p in module._parameters.items() if p is not None}
+    if not present.keys() <= set(names) or any(vars(module).get(name) is not None for name in names):
+        return f"its parameters are {', '.join(present) or 'hidden by attributes'}; a norm's are {' and '.join(names)}"
+    if "weight" not in present and (present or not is_torchs or module.elementwise_affine):
         return "it has no weight"
-    for name, p in found.items():
+    for name, p in present.items():
         if type(p) is not nn.Parameter:
             return f"its {name} is of type {type(p).__name__}"
         if p.dtype not in _DTYPES:
             return f"its {name} is {str(p.dtype).removeprefix('torch.')}"
-        shape = module.normalized_shape if is_torchs else (found["weight"].numel(),)
+        shape = module.normalized_shape if is_torchs else (present["weight"].numel(),)
         if tuple(p.shape) != shape:
             return f"its {name} has the shape {tuple(p.shape)}"
-    if len({p.device for p in found.values()}) > 1:
+    if len({p.device for p in present.values()}) > 1:
         return "its parameters are on two devices"
     return ""

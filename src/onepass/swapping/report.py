@@ -84,19 +84,19 @@ class SwapReport:
         groups: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
         for layer in sorted(self.layers, key=lambda layer: not layer.becomes):
             groups.setdefault((layer.kind, layer.becomes, layer.reason), []).append(layer.names)
-        done = "would exchange" if self.dry_run else "exchanged"
+        verb = "would exchange" if self.dry_run else "exchanged"
         rows = [
-            (done if becomes else "left alone", str(len(names)),
+            (verb if becomes else "left alone", str(len(names)),
              f"{kind} -> {becomes}" if becomes else kind, _places(sum(names, ())) + (f": {reason}" if reason else ""))
             for (kind, becomes, reason), names in groups.items()
         ]  # fmt: skip
-        wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:{widths[2]}}  {d}" for a, b, c, d in rows]
         return "\n".join([*lines, already] if already else lines)
 
 
 def _places(names: tuple[str, ...]) -> str:
-    """Return the names, those that differ in numbers between dots alone once, with * for each; the first few."""
+    """Return the first few names; names that differ only in numbers between dots are one, with * for each number."""
     patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
     pairs = zip(patterns, names, strict=True)
     places = dict.fromkeys(p if patterns.count(p) > 1 else name or "(the model)" for p, name in pairs)

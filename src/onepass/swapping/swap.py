@@ -117,17 +117,17 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise ValueError(f"swap: {name or 'model'} is wrapped in {type(module).__name__}; swap first, then wrap")
 
 
-def _globs(argument: str, given: str | Iterable[str], norms: list[tuple[str, ...]]) -> list[str]:
-    globs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+def _globs(argument: str, patterns: str | Iterable[str], norms: list[tuple[str, ...]]) -> list[str]:
+    globs = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     for glob in globs:
         if not isinstance(glob, str):
             raise TypeError(f"swap: {argument} must be a glob or several, got {type(glob).__name__}")
-        # a model without norms has none to leave out
-        matters = norms or (argument == "include" and glob != "*")
-        if matters and not any(_matches(names, [glob]) for names in norms):
-            some = ", ".join(repr(names[0]) for names in norms) or "none"
-            some = some if len(some) < 300 else f"{some[:300]}..."
-            raise ValueError(f"swap: {argument} {glob!r} matches no norm of the model; it has {some}")
+        # a model without norms has none to exclude, so any glob is right
+        must_match = norms or (argument == "include" and glob != "*")
+        if must_match and not any(_matches(names, [glob]) for names in norms):
+            names_shown = ", ".join(repr(names[0]) for names in norms) or "none"
+            names_shown = names_shown if len(names_shown) < 300 else f"{names_shown[:300]}..."
+            raise ValueError(f"swap: {argument} {glob!r} matches no norm of the model; it has {names_shown}")
     return globs
 
 

@@ -33,7 +33,7 @@ class Captured:
         self.compute, self.eager = compute, eager
         self.why_eager = why_eager or ("" if device.type == "cuda" else "no CUDA device")
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream: Any = None  # of calls before the graph, too: autograd remembers it
+        self.stream: Any = None  # also of the eager calls: autograd remembers it
         self.static: tuple[Tensor, ...] = ()
         self.result: Any = None
 
@@ -42,17 +42,17 @@ class Captured:
         if self.graph is None and not self.why_eager:
             if self.eager > 0:
                 self.eager -= 1
-                return self._beside(tensors)
+                return self._run_eager(tensors)
             self._capture(tensors)
         if self.graph is None:
             return self.compute(*tensors)
         for static, new in zip(self.static, tensors, strict=True):
             static.copy_(new, non_blocking=True)
         self.graph.replay()
-        # the next replay overwrites the graph's own
+        # a copy, because the next replay overwrites the graph's result
         return None if self.result is None else self.result.clone()
 
-    def _beside(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _run_eager(self, tensors: tuple[Tensor, ...]) -> Any:
         """Call the function on the stream of the capture."""
         self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -65,12 +65,12 @@ class Captured:
         self.static = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         try:
-            # NCCL's watchdog asks for its events from a thread of its own, which another mode would forbid
+            # NCCL's watchdog thread queries its events during the capture, which another mode would forbid
             with collected(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.compute(*self.static)
             self.graph = graph
         except RuntimeError as error:
-            self.why_eager = str(error.__context__ or error).splitlines()[0]  # its end fails too, and says less
+            self.why_eager = str(error.__context__ or error).splitlines()[0]  # the end fails too, but says less
             torch.cuda.synchronize()
             # after a failed capture the random generator still counts as captured, and every draw would fail; a copy of
             # its state does not
@@ -99,7 +99,7 @@ class Gradients(Captured):
         self.views: dict[int, Tensor] = {}  # by place of the parameter
 
     def _compute(self, *tensors: Tensor) -> Tensor:
-        # backward then makes new gradients; inside a capture each replay writes these anew
+        # backward then allocates gradients; those of a capture are written anew by each replay
         for parameter in self.parameters:
             parameter.grad = None
         loss = self.loss(*tensors)
@@ -110,12 +110,12 @@ class Gradients(Captured):
 
     def _gather(self) -> None:
         """Move the gradients into the buffer; a parameter without one keeps none, so that the optimizer skips it."""
-        found = {place: p.grad for place, p in enumerate(self.parameters) if p.grad is not None}
-        if found.keys() != self.views.keys():
-            lengths = [-(-grad.numel() // ALIGN) * ALIGN for grad in found.values()]
-            self.flat = next(iter(found.values())).new_zeros(sum(lengths))
-            pieces = zip(found.items(), torch.split(self.flat, lengths), strict=True)
+        grads = {place: p.grad for place, p in enumerate(self.parameters) if p.grad is not None}
+        if grads.keys() != self.views.keys():
+            lengths = [-(-grad.numel() // ALIGN) * ALIGN for grad in grads.values()]
+            self.flat = next(iter(grads.values())).new_zeros(sum(lengths))
+            pieces = zip(grads.items(), torch.split(self.flat, lengths), strict=True)
             self.views = {place: piece[: grad.numel()].view(grad.shape) for (place, grad), piece in pieces}
-        torch._foreach_copy_(list(self.views.values()), list(found.values()))
+        torch._foreach_copy_(list(self.views.values()), list(grads.values()))
         for place, parameter in enumerate(self.parameters):
             parameter.grad = self.views.get(place)
