@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "weighted_sum": (onepass.weighted_sum, [X, W]),
     "soft_topk": (lambda s, k: onepass.soft_topk(s, k.abs() + 1), [X, (5, 1)]),
     "coor_descent": (lambda s: onepass.coor_descent(s, n_iters=4, k=3), [X]),
-    "topk": (lambda s: onepass.topk(s, 3), [X]),
+    "topk": (lambda s: onepass.topk(s, 3, sorted=False, ties="last"), [X]),
 }
 PAIRS = {
     "0 and 1": [Shard(0), Shard(1)], "1 and 0": [Shard(1), Shard(0)], "0 and 0": [Shard(0), Shard(0)],

@@ -150,14 +150,15 @@ _call, forward_op, backward_op = operator(
 )  # fmt: skip
 
 
-def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
+def choose(
+    scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool,
+    start: Tensor | None = None, lengths: Tensor | None = None, largest: bool = True, is_sorted: bool = True,
+    index_dtype: torch.dtype = torch.int64,
+) -> TopK:  # fmt: skip
     """`topk` for checked arguments, k ≥ 1, n ≥ 1; without `hard` the gates are those of soft_topk."""
     eps_tensor, eps_value = arguments.split(eps)
-    return _topk(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, torch.int64)
-
-
-def _topk(*args: Any) -> TopK:
-    values, gates, indices = _call(*args)
+    options = KINDS.index(kind), hard, largest, is_sorted, index_dtype
+    values, gates, indices = _call(scores, eps_tensor, mask, start, lengths, k, eps_value, *options)
     return TopK(values, indices, gates)
 
 
@@ -170,14 +171,18 @@ def _last_of_equals(
     if start is not None or lengths is not None:
         begin, lengths = definition.clamped(n, start, lengths)
         start = n - begin - lengths
-    mask = None if mask is None else mask.flip(-1)
-    top = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
+    if hasattr(scores, "placements"):
+        # torch 2.11 has no flip of DTensors, and takes cumsum(-1) of a shard's own columns
+        columns = n - torch.ones_like(scores, dtype=torch.int64).cumsum(scores.dim() - 1)
+        scores, mask = scores.gather(-1, columns), None if mask is None else mask.expand_as(scores).gather(-1, columns)
+    else:
+        scores, mask = scores.flip(-1), None if mask is None else mask.flip(-1)
+    top = topk(scores, k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
     indices = torch.where(top.indices < 0, -1, n - 1 - top.indices)
     if is_sorted:
         return top._replace(indices=indices)
     # reverse the entries that exist; padding stays last
-    place, counts = torch.ones_like(indices).cumsum(-1) - 1, top.counts[..., None]
-    order = torch.where(place < counts, counts - 1 - place, place)
+    order = (top.counts[..., None] - torch.ones_like(indices, dtype=torch.int64).cumsum(-1)) % indices.shape[-1]
     return TopK(*(t.gather(-1, order) for t in (top.values, indices, top.gates)))
 
 
@@ -289,15 +294,10 @@ def topk(
     if k == 0 or n == 0:
         # no operator: this reads no score
         values, indices = definition.select(scores.detach(), mask, start, lengths, k, largest, sorted, index_dtype)
-        zeros = torch.zeros_like(values)
-        if scores.requires_grad:
-            # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
-            zero = scores[..., :0].sum(-1, keepdim=True)
-            values, zeros = values + zero, zeros + zero
-        return TopK(values, indices, zeros)
-    eps_tensor, eps_value = arguments.split(eps)
-    options = KINDS.index(kind), True, largest, sorted, index_dtype
-    return _topk(scores, eps_tensor, mask, start, lengths, k, eps_value, *options)
+        # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
+        zero = scores[..., :0].sum(-1, keepdim=True)
+        return TopK(values + zero, indices, torch.zeros_like(values) + zero)
+    return choose(scores, k, eps, mask, kind, True, start, lengths, largest, sorted, index_dtype)
 
 
 def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: Tensor | None = None) -> Tensor:
