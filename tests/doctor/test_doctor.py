@@ -5,6 +5,7 @@ import getpass
 import io
 import platform
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -96,21 +97,22 @@ def test_a_broken_operator_is_named_and_the_others_go_on(
 
 
 def test_without_triton_and_with_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = about.importlib.metadata.version
-
-    def lookup(name: str) -> str:
-        if "triton" in name:
-            raise about.importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
+    missing = Mock(side_effect=about.importlib.metadata.PackageNotFoundError)
     monkeypatch.setattr(backend, "triton_installed", lambda: False)
-    monkeypatch.setattr(about.importlib.metadata, "version", lookup)
+    monkeypatch.setattr(about.importlib.metadata, "version", missing)
     install(monkeypatch, operator(double))
     out = doctor()
     assert "triton none" in out
     assert "double cpu float32: torch (Triton is not installed)" in out
     monkeypatch.setenv("ONEPASS_BACKEND", "torch")
     assert "ONEPASS_BACKEND=torch" in doctor()
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON", "Yes", "y", "t", "2", ""])
+def test_the_interpreter_is_asked_for_as_triton_reads_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    read_by_triton = pytest.importorskip("triton.knobs").runtime.interpret
+    assert runpy.run_path(backend.__file__)["INTERPRET"] is read_by_triton
 
 
 def test_old_versions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +134,7 @@ def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(index: int) -> Any:
-        raise RuntimeError("CUDA error: no kernel image")
-
+    broken = Mock(side_effect=RuntimeError("CUDA error: no kernel image"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)

@@ -12,8 +12,8 @@ from torch import Tensor
 from onepass.core import check
 from onepass.core.eager import is_fake
 
-# Triton reads this when a kernel is decorated, so it stays as it was at import.
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton reads this when a kernel is decorated, so it stays as it was at import. These are the values that it takes.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 # "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
 BACKEND = check.setting("ONEPASS_BACKEND", "auto", "torch")
 
@@ -35,7 +35,7 @@ def path(x: Tensor) -> tuple[str, str]:
     if x.is_cuda:
         return "triton", f"{x.device} with Triton"
     if INTERPRET:
-        return "triton", "TRITON_INTERPRET=1"
+        return "triton", "TRITON_INTERPRET is on"
     return "torch", f"device {x.device.type} has no Triton path"
 
 
