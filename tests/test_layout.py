@@ -20,7 +20,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3614, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4300, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2544, 2550),
-    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2945, 2800),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2944, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1615, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6165, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1149, 1150),

@@ -1,4 +1,4 @@
-"""The definition in torch: the tests' oracle; and what a CPU, float64 and sizes that no kernel takes run."""
+"""The definition in torch: the tests' oracle; it runs on a CPU, for float64 and for sizes that no kernel takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DENOMINATOR = 1 << 20
 def fraction(share: float) -> tuple[int, int]:
     """Return the fraction nearest to a share 0 < share ≤ 1 with a denominator of at most 2²⁰, and not 0."""
     # Dynamo traces past the cache and warns
-    return _nearest(share) if torch.compiler.is_compiling() else _known(share)
+    return _nearest(share) if torch.compiler.is_compiling() else _nearest_cached(share)
 
 
 def _nearest(share: float) -> tuple[int, int]:
@@ -28,13 +28,13 @@ def _nearest(share: float) -> tuple[int, int]:
     return (exact.numerator, exact.denominator) if exact else (1, DENOMINATOR)
 
 
-_known = lru_cache(256)(_nearest)
+_nearest_cached = lru_cache(256)(_nearest)
 
 
 def nearest(n: Any, numerator: int, denominator: int) -> Any:
     """Return the share of n ≥ 0 tokens, an int, a symbolic one or a tensor, rounded to the nearest, halves to even."""
     share = n * numerator
-    # the odd neighbour below a half adds what lifts it to the even one above; no condition, because n may be symbolic
+    # `share // denominator % 2` lifts a half above an odd number to the even one; no condition, as n may be symbolic
     return (2 * share + share // denominator % 2 + denominator - 1) // (2 * denominator)
 
 
@@ -75,10 +75,10 @@ def _gates(
 ) -> Tensor:  # fmt: skip
     """Return the gates of the chosen tokens, with a gradient through their thresholds."""
     threshold = per_token(thresholds, scores.shape[1], block)
-    found, at = indices >= 0, indices.clamp_min(0)
+    chosen, columns = indices >= 0, indices.clamp_min(0)
     shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, : scores.shape[1]]
-    above = (scores - shift).gather(1, at) - threshold.gather(1, at)
-    return torch.where(found, torch.sigmoid(above.masked_fill(~found, 0.0) / eps), 0.0)
+    above = (scores - shift).gather(1, columns) - threshold.gather(1, columns)
+    return torch.where(chosen, torch.sigmoid(above.masked_fill(~chosen, 0.0) / eps), 0.0)
 
 
 def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
@@ -114,9 +114,9 @@ def running_threshold(scores: Tensor, share: tuple[int, int], block: int, memory
     padded = F.pad(scores, (memory, blocks * block - n), value=-math.inf)
     # for each block but the first: the `memory` tokens before it
     past = padded.unfold(1, memory, block)[:, 1:blocks]
-    before = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
-    own = padded[:, None, memory : memory + block].expand(-1, block, -1).masked_fill(~before, -math.inf)
-    return torch.cat((ranked(own, share), ranked(past, share)), 1)
+    earlier = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
+    first_block = padded[:, None, memory : memory + block].expand(-1, block, -1).masked_fill(~earlier, -math.inf)
+    return torch.cat((ranked(first_block, share), ranked(past, share)), 1)
 
 
 def ranked(rows: Tensor, share: tuple[int, int]) -> Tensor:
@@ -126,9 +126,9 @@ def ranked(rows: Tensor, share: tuple[int, int]) -> Tensor:
     rank = count * numerator // denominator
     length = rows.shape[-1]
     values = rows.topk(min(length * numerator // denominator + 1, length), dim=-1).values
-    found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
+    value = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
     # topk puts NaN first; as a threshold it becomes +inf, which no score exceeds and where no gate has a gradient
-    return torch.where(rank < count, torch.where(found.isnan(), math.inf, found), -math.inf)
+    return torch.where(rank < count, torch.where(value.isnan(), math.inf, value), -math.inf)
 
 
 def per_token(threshold: Tensor, n: int, block: int) -> Tensor:
@@ -153,15 +153,15 @@ def arrivals(wants: Tensor, k: int, share: tuple[int, int], block: int, mask: Te
         before = real.cumsum(-1) - real
     padded = F.pad(wants, (0, blocks * block - n)).view(batch, blocks, block)
     rank = padded.cumsum(-1)
-    came = rank[..., -1].cumsum(-1)
+    n_above = rank[..., -1].cumsum(-1)
     numerator, denominator = share
     budget = (((before + block) * numerator + denominator - 1) // denominator).clamp_max(k)
-    # taken(b) = min(taken(b − 1) + came in b, budget(b)): a running sum with a ceiling, in closed form
-    taken = F.pad(came + (budget - came).cummin(-1).values.clamp_max(0), (1, 0))
-    let_in = (padded & (rank <= taken.diff(dim=-1)[..., None])).view(batch, -1).cumsum(-1)
+    # taken(b) = min(taken(b − 1) + those above in b, budget(b)): a running sum with a ceiling, in closed form
+    taken = F.pad(n_above + (budget - n_above).cummin(-1).values.clamp_max(0), (1, 0))
+    n_chosen = (padded & (rank <= taken.diff(dim=-1)[..., None])).view(batch, -1).cumsum(-1)
     places = torch.arange(1, k + 1, device=wants.device).expand(batch, k).contiguous()
-    found = torch.searchsorted(let_in, places)
-    return torch.where(found < n, found, -1), taken.to(torch.int32)
+    columns = torch.searchsorted(n_chosen, places)
+    return torch.where(columns < n, columns, -1), taken.to(torch.int32)
 
 
 def forward(
@@ -169,13 +169,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gates, indices, thresholds, and how many are chosen before each block."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    of_tokens = fraction(share) if share else (k, s.shape[1])
-    thresholds = running_threshold(s, of_tokens, block, memory, mask)
+    ratio = fraction(share) if share else (k, s.shape[1])
+    thresholds = running_threshold(s, ratio, block, memory, mask)
     threshold = per_token(thresholds, s.shape[1], block)
-    indices, starts = arrivals(s > threshold, k, of_tokens, block, mask)
-    at = indices.clamp_min(0)
+    indices, starts = arrivals(s > threshold, k, ratio, block, mask)
+    columns = indices.clamp_min(0)
     # the last bit of torch.sigmoid depends on the place in memory, that of exp does not
-    gates = ((threshold.gather(1, at) - s.gather(1, at)) / eps).exp_().add_(1).reciprocal_()
+    gates = ((threshold.gather(1, columns) - s.gather(1, columns)) / eps).exp_().add_(1).reciprocal_()
     return torch.where(indices >= 0, gates, 0.0).to(scores.dtype), indices, thresholds, starts
 
 

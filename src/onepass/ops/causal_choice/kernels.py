@@ -23,11 +23,10 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 # longest memory in the registers of one program; longest block in one scan
 MAX_MEMORY = 8192
 MAX_BLOCK = 1024
-# scores per warp, fewest scores of a program in the first block; tokens per program, blocks per step of a running sum
-PER_WARP = 512
-FIRST = 2048
-TILE = 1024
-STEP = 512
+PER_WARP = 512  # scores of a warp
+FIRST = 2048  # fewest scores of a program that ranks in the first block
+TILE = 1024  # tokens of a program
+STEP = 512  # blocks per step of a running sum
 INTS = [
     "s_row_stride", "mask_row_stride", "n_cols", "k", "numerator", "denominator", "block", "memory", "n_blocks",
     "n_first",
@@ -51,18 +50,18 @@ def ranked(s, real, numerator, denominator):
     # integer keys in the order of the scores; NaN counts as +inf, -0 as 0
     bits = tl.where(s == 0.0, 0.0, tl.where(s != s, float("inf"), s)).to(tl.int32, bitcast=True)
     key = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOTHING)
-    none = rank >= count
+    no_rank = rank >= count
     # bisection: more than `rank` keys are ≥ lo, at most `rank` are ≥ hi
-    lo = tl.where(none, NOTHING, tl.min(tl.where(key > NOTHING, key, LARGEST), 1))
-    hi = tl.where(none, NOTHING, tl.max(key, 1)) + 1
+    lo = tl.where(no_rank, NOTHING, tl.min(tl.where(key > NOTHING, key, LARGEST), 1))
+    hi = tl.where(no_rank, NOTHING, tl.max(key, 1)) + 1
     while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
         middle = (lo & hi) + ((lo ^ hi) >> 1)
-        reached = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        # exactly rank + 1: solved; a solved row does not change any more
-        hi = tl.where(reached <= rank, middle, tl.where(reached == rank + 1, middle + 1, hi))
-        lo = tl.where(reached <= rank, lo, middle)
-    found = tl.where(none, NOTHING, tl.min(tl.where(key >= lo[:, None], key, LARGEST), 1))
-    return (found ^ ((found >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        n_reached = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        # with exactly rank + 1 a row is solved, and does not change any more
+        hi = tl.where(n_reached <= rank, middle, tl.where(n_reached == rank + 1, middle + 1, hi))
+        lo = tl.where(n_reached <= rank, lo, middle)
+    ranked_key = tl.where(no_rank, NOTHING, tl.min(tl.where(key >= lo[:, None], key, LARGEST), 1))
+    return (ranked_key ^ ((ranked_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,8 +79,8 @@ def look_back_in_first(
     s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, cols < length, HAS_MASK)
     threshold = ranked(s[None, :], real[None, :] & (cols[None, :] < token[:, None]), numerator, denominator)
     tl.store(threshold_ptr + token, threshold, mask=token < block)
-    own, real_own = load_scores(s_ptr, mask_ptr, s_row, mask_row, token, token < length, HAS_MASK)
-    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0), tl.sum(real_own.to(tl.int32), 0)
+    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, token, token < length, HAS_MASK)
+    return tl.sum((block_real & (block_s > threshold)).to(tl.int32), 0), tl.sum(block_real.to(tl.int32), 0)
 
 
 @triton.jit
@@ -98,8 +97,8 @@ def look_back(
     tl.store(threshold_ptr + block - 1 + b + tl.arange(0, 1), threshold)
     cols = tl.arange(0, BLOCK_C)
     inside = (cols < block) & (start + cols < n_cols)
-    own, real_own = load_scores(s_ptr, mask_ptr, s_row, mask_row, start + cols, inside, HAS_MASK)
-    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0), tl.sum(real_own.to(tl.int32), 0)
+    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, start + cols, inside, HAS_MASK)
+    return tl.sum((block_real & (block_s > threshold)).to(tl.int32), 0), tl.sum(block_real.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -107,7 +106,7 @@ def threshold_kernel(
     s_ptr,  # (batch, n_cols) scores, any float dtype
     mask_ptr,  # (batch, n_cols) uint8 or None
     threshold_ptr,  # (batch, block + n_blocks - 1) fp32: of each token of the first block, then of each later block
-    came_ptr,  # (batch, n_first + n_blocks - 1) int32: tokens above threshold in n_first parts of block 0, later blocks
+    above_ptr,  # (batch, n_first + n_blocks - 1) int32: tokens above it in n_first parts of block 0, each later block
     real_ptr,  # same shape, int32: real tokens; None without a mask
     s_row_stride,
     mask_row_stride,
@@ -130,18 +129,18 @@ def threshold_kernel(
     mask_row = row * mask_row_stride
     threshold_ptr += row * (block + n_blocks - 1)
     if part < n_first:
-        came, real = look_back_in_first(
+        n_above, n_real = look_back_in_first(
             s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block, HAS_MASK,
             BLOCK_R, BLOCK_C,
         )  # fmt: skip
     else:
-        came, real = look_back(
+        n_above, n_real = look_back(
             s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part - n_first + 1, n_cols, numerator, denominator, block,
             memory, HAS_MASK, BLOCK_M, BLOCK_C,
         )  # fmt: skip
-    tl.store(came_ptr + row * programs + part, came)
+    tl.store(above_ptr + row * programs + part, n_above)
     if HAS_MASK:
-        tl.store(real_ptr + row * programs + part, real)
+        tl.store(real_ptr + row * programs + part, n_real)
 
 
 @triton.jit
@@ -152,10 +151,10 @@ def budget(earlier, k, numerator, denominator, block):
 
 
 @triton.jit
-def load_count(count_ptr, b, inside, n_first, of_first):
-    """Load what threshold_kernel counted in blocks b; `of_first` is block 0's sum over its parts."""
+def load_count(count_ptr, b, inside, n_first, in_first):
+    """Load what threshold_kernel counted in blocks b; `in_first` is block 0's sum over its parts."""
     count = tl.load(count_ptr + n_first - 1 + b, mask=inside & (b > 0), other=0)
-    return tl.where(b == 0, of_first, count)
+    return tl.where(b == 0, in_first, count)
 
 
 @triton.jit
@@ -182,8 +181,8 @@ def load_block(
 def choose_kernel(
     s_ptr,  # (batch, n_cols) scores, any float dtype
     mask_ptr,  # (batch, n_cols) uint8 or None
-    threshold_ptr,  # this, came_ptr and real_ptr: written by threshold_kernel
-    came_ptr,
+    threshold_ptr,  # this, above_ptr and real_ptr: written by threshold_kernel
+    above_ptr,
     real_ptr,
     index_ptr,  # (batch, k) int64: chosen columns in ascending order, then -1
     gate_ptr,  # (batch, k) of any float dtype: their gates, then 0
@@ -206,61 +205,61 @@ def choose_kernel(
 ):
     programs = (n_blocks + BLOCK_B - 1) // BLOCK_B
     row = (tl.program_id(0) // programs).to(tl.int64)
-    mine = (tl.program_id(0) % programs) * BLOCK_B
-    came_ptr += row * (n_first + n_blocks - 1)
+    begin = (tl.program_id(0) % programs) * BLOCK_B
+    above_ptr += row * (n_first + n_blocks - 1)
     parts = tl.arange(0, N_FIRST)
-    of_first = tl.sum(tl.load(came_ptr + parts, mask=parts < n_first, other=0), 0)
-    real_of_first = block
+    in_first = tl.sum(tl.load(above_ptr + parts, mask=parts < n_first, other=0), 0)
+    real_in_first = block
     if HAS_MASK:
         real_ptr += row * (n_first + n_blocks - 1)
-        real_of_first = tl.sum(tl.load(real_ptr + parts, mask=parts < n_first, other=0), 0)
-    # taken(b) = min(taken(b - 1) + came(b), budget(b)), for STEP blocks at a time; `passed` real tokens before these
+        real_in_first = tl.sum(tl.load(real_ptr + parts, mask=parts < n_first, other=0), 0)
+    # taken(b) = min(taken(b - 1) + n_above(b), budget(b)), STEP blocks at a time, with `real_passed` tokens before them
     taken = 0
-    passed = 0
-    for start in range(0, mine, STEP):
+    real_passed = 0
+    for start in range(0, begin, STEP):
         b = start + tl.arange(0, STEP)
-        before = b < mine
-        came = load_count(came_ptr, b, before, n_first, of_first)
+        earlier_block = b < begin
+        n_above = load_count(above_ptr, b, earlier_block, n_first, in_first)
         earlier = b * block
         if HAS_MASK:
-            own = load_count(real_ptr, b, before, n_first, real_of_first)
-            earlier = passed + tl.cumsum(own, 0) - own
-            passed += tl.sum(own, 0)
+            n_real = load_count(real_ptr, b, earlier_block, n_first, real_in_first)
+            earlier = real_passed + tl.cumsum(n_real, 0) - n_real
+            real_passed += tl.sum(n_real, 0)
         room = budget(earlier, k, numerator, denominator, block)
-        slack = tl.where(before, room - tl.cumsum(came, 0), LARGEST)
-        taken = tl.sum(came, 0) + tl.minimum(taken, tl.min(slack, 0))
-    b = mine + tl.arange(0, BLOCK_B)
+        slack = tl.where(earlier_block, room - tl.cumsum(n_above, 0), LARGEST)
+        taken = tl.sum(n_above, 0) + tl.minimum(taken, tl.min(slack, 0))
+    b = begin + tl.arange(0, BLOCK_B)
     inside = b < n_blocks
-    came = load_count(came_ptr, b, inside, n_first, of_first)
-    came_before = tl.cumsum(came, 0) - came
+    n_above = load_count(above_ptr, b, inside, n_first, in_first)
+    above_before = tl.cumsum(n_above, 0) - n_above
     earlier = b * block
     previous = earlier - block
     if HAS_MASK:
-        own = load_count(real_ptr, b, inside, n_first, real_of_first)
-        earlier = passed + tl.cumsum(own, 0) - own
-        previous = earlier - load_count(real_ptr, b - 1, inside & (b > mine), n_first, real_of_first)
-    slack = tl.where(b > mine, budget(previous, k, numerator, denominator, block) - came_before, LARGEST)
-    in_before = came_before + tl.minimum(taken, tl.associative_scan(slack, 0, smaller))
-    room = tl.minimum(budget(earlier, k, numerator, denominator, block) - in_before, came)
+        n_real = load_count(real_ptr, b, inside, n_first, real_in_first)
+        earlier = real_passed + tl.cumsum(n_real, 0) - n_real
+        previous = earlier - load_count(real_ptr, b - 1, inside & (b > begin), n_first, real_in_first)
+    slack = tl.where(b > begin, budget(previous, k, numerator, denominator, block) - above_before, LARGEST)
+    in_before = above_before + tl.minimum(taken, tl.associative_scan(slack, 0, smaller))
+    room = tl.minimum(budget(earlier, k, numerator, denominator, block) - in_before, n_above)
     tl.store(start_ptr + row * (n_blocks + 1) + b, in_before, mask=inside)
     token, s, threshold, _, real = load_block(
         s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
         HAS_MASK, BLOCK_C,
     )  # fmt: skip
-    wants = real & (s > threshold)
-    rank = tl.cumsum(wants.to(tl.int32), 1)
-    chosen = wants & (rank <= room[:, None])
+    above = real & (s > threshold)
+    rank = tl.cumsum(above.to(tl.int32), 1)
+    chosen = above & (rank <= room[:, None])
     slot = row * k + in_before[:, None] + rank - 1
     tl.store(index_ptr + slot, token.to(tl.int64), mask=chosen)
     gate = tl.sigmoid((s - threshold) / eps)
     tl.store(gate_ptr + slot, gate.to(gate_ptr.dtype.element_ty), mask=chosen)
-    if mine + BLOCK_B >= n_blocks:
+    if begin + BLOCK_B >= n_blocks:
         total = tl.sum(tl.where(b == n_blocks - 1, in_before + room, 0), 0)
         tl.store(start_ptr + row * (n_blocks + 1) + n_blocks, total)
         for start in range(total, k, STEP):
-            at = start + tl.arange(0, STEP)
-            tl.store(index_ptr + row * k + at, tl.full((STEP,), -1, tl.int64), mask=at < k)
-            tl.store(gate_ptr + row * k + at, tl.zeros((STEP,), gate_ptr.dtype.element_ty), mask=at < k)
+            place = start + tl.arange(0, STEP)
+            tl.store(index_ptr + row * k + place, tl.full((STEP,), -1, tl.int64), mask=place < k)
+            tl.store(gate_ptr + row * k + place, tl.zeros((STEP,), gate_ptr.dtype.element_ty), mask=place < k)
 
 
 @triton.jit
@@ -273,7 +272,7 @@ def load_chosen(dgate_ptr, gate_ptr, slot, chosen, eps):
 
 @triton.jit(do_not_specialize=[*INTS, "eps"])
 def sums_kernel(
-    s_ptr,  # up to start_ptr: as in choose_kernel, after it
+    s_ptr,  # this to start_ptr: as choose_kernel takes and leaves them
     mask_ptr,
     threshold_ptr,
     gate_ptr,
@@ -304,12 +303,12 @@ def sums_kernel(
     starts = start_ptr + row * (n_blocks + 1) + b
     start = tl.load(starts, mask=inside, other=0)
     end = tl.load(starts + 1, mask=inside, other=0)
-    at = start[:, None] + tl.arange(0, BLOCK_C)[None, :]
-    own = load_chosen(dgate_ptr, gate_ptr, row * k + at, at < end[:, None], eps)
+    place = start[:, None] + tl.arange(0, BLOCK_C)[None, :]
+    by_own_gate = load_chosen(dgate_ptr, gate_ptr, row * k + place, place < end[:, None], eps)
     sums_ptr += row * 3 * n_blocks + b
     tl.store(sums_ptr, tl.sum(slope, 1), mask=inside)
     tl.store(sums_ptr + n_blocks, tl.sum(tl.where(real, slope * s, 0.0), 1), mask=inside)
-    tl.store(sums_ptr + 2 * n_blocks, tl.sum(own, 1), mask=inside)
+    tl.store(sums_ptr + 2 * n_blocks, tl.sum(by_own_gate, 1), mask=inside)
 
 
 @triton.jit
@@ -322,22 +321,22 @@ def load_shares(sums_ptr, first, b, n_blocks, weight, weighted):
     inside = b < n_blocks
     slope = tl.load(sums_ptr + b, mask=inside, other=0.0)
     slope_score = tl.load(sums_ptr + n_blocks + b, mask=inside, other=0.0)
-    got = tl.load(sums_ptr + 2 * n_blocks + b, mask=inside, other=0.0)
-    # add up the blocks before instead of subtracting the block: its non-finite values must affect later blocks alone
+    by_own_gates = tl.load(sums_ptr + 2 * n_blocks + b, mask=inside, other=0.0)
+    # sums over the blocks before b, not running sums less b: non-finite values of b may affect later blocks only
     between = inside & (b > first)
-    before = weight + tl.cumsum(tl.load(sums_ptr + b - 1, mask=between, other=0.0), 0)
+    weight_before = weight + tl.cumsum(tl.load(sums_ptr + b - 1, mask=between, other=0.0), 0)
     mean = (weighted + tl.cumsum(tl.load(sums_ptr + n_blocks + b - 1, mask=between, other=0.0), 0)) / tl.maximum(
-        before, TINY
+        weight_before, TINY
     )
     # the first block's thresholds pass no gradient
-    follows = (b > 0) & (before > 0) & (tl.abs(mean) < float("inf"))
-    share = tl.where(follows, got / tl.maximum(before, TINY), 0.0)
+    follows = (b > 0) & (weight_before > 0) & (tl.abs(mean) < float("inf"))
+    share = tl.where(follows, by_own_gates / tl.maximum(weight_before, TINY), 0.0)
     return share, weight + tl.sum(slope, 0), weighted + tl.sum(slope_score, 0)
 
 
 @triton.jit(do_not_specialize=[*INTS, "eps"])
 def gradient_kernel(
-    s_ptr,  # up to sums_ptr: as in sums_kernel, after it
+    s_ptr,  # this to sums_ptr: as sums_kernel takes and leaves them
     mask_ptr,
     threshold_ptr,
     gate_ptr,
@@ -359,22 +358,22 @@ def gradient_kernel(
 ):
     programs = (n_blocks + BLOCK_B - 1) // BLOCK_B
     row = (tl.program_id(0) // programs).to(tl.int64)
-    mine = (tl.program_id(0) % programs) * BLOCK_B
+    begin = (tl.program_id(0) % programs) * BLOCK_B
     sums_ptr += row * 3 * n_blocks
     weight = 0.0
     weighted = 0.0
-    for start in range(0, mine, STEP):
+    for start in range(0, begin, STEP):
         b = start + tl.arange(0, STEP)
-        weight += tl.sum(tl.load(sums_ptr + b, mask=b < mine, other=0.0), 0)
-        weighted += tl.sum(tl.load(sums_ptr + n_blocks + b, mask=b < mine, other=0.0), 0)
-    b = mine + tl.arange(0, BLOCK_B)
-    share, weight, weighted = load_shares(sums_ptr, mine, b, n_blocks, weight, weighted)
-    later = tl.sum(share, 0) - tl.cumsum(share, 0)
-    for start in range(mine + BLOCK_B, n_blocks, STEP):
-        others, weight, weighted = load_shares(
+        weight += tl.sum(tl.load(sums_ptr + b, mask=b < begin, other=0.0), 0)
+        weighted += tl.sum(tl.load(sums_ptr + n_blocks + b, mask=b < begin, other=0.0), 0)
+    b = begin + tl.arange(0, BLOCK_B)
+    share, weight, weighted = load_shares(sums_ptr, begin, b, n_blocks, weight, weighted)
+    later_shares = tl.sum(share, 0) - tl.cumsum(share, 0)
+    for start in range(begin + BLOCK_B, n_blocks, STEP):
+        shares, weight, weighted = load_shares(
             sums_ptr, start, start + tl.arange(0, STEP), n_blocks, weight, weighted
         )  # fmt: skip
-        later += tl.sum(others, 0)
+        later_shares += tl.sum(shares, 0)
     token, s, threshold, present, real = load_block(
         s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
         HAS_MASK, BLOCK_C,
@@ -383,13 +382,13 @@ def gradient_kernel(
     slope = tl.where(real, gate * (1.0 - gate), 0.0)
     starts = start_ptr + row * (n_blocks + 1) + b
     inside = b < n_blocks
-    first = tl.load(starts, mask=inside, other=0)
-    room = tl.load(starts + 1, mask=inside, other=0) - first
-    wants = real & (s > threshold)
-    rank = tl.cumsum(wants.to(tl.int32), 1)
-    chosen = wants & (rank <= room[:, None])
-    own = load_chosen(dgate_ptr, gate_ptr, row * k + first[:, None] + rank - 1, chosen, eps)
-    ds = own - slope * later[:, None]
+    first_place = tl.load(starts, mask=inside, other=0)
+    room = tl.load(starts + 1, mask=inside, other=0) - first_place
+    above = real & (s > threshold)
+    rank = tl.cumsum(above.to(tl.int32), 1)
+    chosen = above & (rank <= room[:, None])
+    by_own_gate = load_chosen(dgate_ptr, gate_ptr, row * k + first_place[:, None] + rank - 1, chosen, eps)
+    ds = by_own_gate - slope * later_shares[:, None]
     tl.store(ds_ptr + row * n_cols + token, ds.to(ds_ptr.dtype.element_ty), mask=present)
 
 
@@ -445,17 +444,17 @@ def forward(
     thresholds = torch.empty((batch, block + plan.n_blocks - 1), dtype=torch.float32, device=device)
     starts = torch.empty((batch, plan.n_blocks + 1), dtype=torch.int32, device=device)
     programs = plan.n_first + plan.n_blocks - 1
-    came = torch.empty((batch, programs), dtype=torch.int32, device=device)
-    real = None if mask is None else torch.empty_like(came)
+    n_above = torch.empty((batch, programs), dtype=torch.int32, device=device)
+    n_real = None if mask is None else torch.empty_like(n_above)
     s, masks, mask_row = _rows(scores, mask)
     launch(
-        threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, came, real),
+        threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, n_above, n_real),
         (s.stride(0), mask_row, n, *share, block, memory, plan.n_blocks, plan.n_first),
         (mask is not None, plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
     )  # fmt: skip
     launch(
         choose_kernel, (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1),
-        (s, masks, thresholds, came, real, indices, gates, starts),
+        (s, masks, thresholds, n_above, n_real, indices, gates, starts),
         (s.stride(0), mask_row, n, k, *share, block, plan.n_blocks, plan.n_first, eps),
         (mask is not None, next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
     )  # fmt: skip
@@ -466,7 +465,7 @@ def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, thresholds: Tensor, starts: Tensor,
     eps: float, block: int, ds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores from that of the gates; a given ds, contiguous, is written to."""
+    """Return the gradient of the scores from that of the gates; with `ds`, contiguous, it is written there."""
     batch, n = scores.shape
     # the backward tiles don't depend on the memory, so any valid value serves
     plan = shape(n, block, block)
@@ -474,13 +473,13 @@ def backward(
     ds = torch.empty((batch, n), dtype=scores.dtype, device=scores.device) if ds is None else ds
     s, masks, mask_row = _rows(scores, mask)
     grid = (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1)
-    kept = (s, masks, thresholds, gates, starts, g_gates.contiguous())
+    inputs = (s, masks, thresholds, gates, starts, g_gates.contiguous())
     numbers = (s.stride(0), mask_row, n, gates.shape[1], block, plan.n_blocks, eps)
     launch(
-        sums_kernel, grid, (*kept, sums), numbers, (mask is not None, plan.block_b, plan.block_c), num_warps=4
+        sums_kernel, grid, (*inputs, sums), numbers, (mask is not None, plan.block_b, plan.block_c), num_warps=4
     )  # fmt: skip
     launch(
-        gradient_kernel, grid, (*kept, sums, ds), numbers,
+        gradient_kernel, grid, (*inputs, sums, ds), numbers,
         (mask is not None, plan.step, plan.block_b, plan.block_c), num_warps=4,
     )  # fmt: skip
     return ds

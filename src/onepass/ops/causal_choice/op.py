@@ -62,12 +62,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (gates, indices, thresholds, starts), the last two for `backward`.
 
-    k is the number of places, of which a share of the tokens is chosen; 0.0: the share k/n. Without checks and
-    autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
+    k is the number of places, share the share of the tokens to choose, 0.0 for k/n. Without checks and autograd, for
+    larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
     """
     if _by_kernels(scores, block, memory):
-        of_tokens = fraction(share) if share else (k, scores.shape[1])
-        return _kernels().forward(scores, mask, k, of_tokens, eps, block, memory)  # type: ignore[no-any-return]
+        ratio = fraction(share) if share else (k, scores.shape[1])
+        return _kernels().forward(scores, mask, k, ratio, eps, block, memory)  # type: ignore[no-any-return]
     return definition.forward(scores, mask, k, share, eps, block, memory)
 
 

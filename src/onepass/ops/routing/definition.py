@@ -1,4 +1,4 @@
-"""The definitions of `score`, `gather`, `scatter_add`: the tests' oracle; and what a CPU, float64 and no Triton run.
+"""The definitions of `score`, `gather`, `scatter_add`: the tests' oracle, and what runs on a CPU or in float64.
 
 Tokens are rows of (batch·n, dim) there; rows without an index are not read.
 """
@@ -27,8 +27,8 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 def present(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return which indices name a token, and the indices with 0 in place of the others."""
-    found = (indices >= 0) & (indices < n)
-    return found, indices.where(found, 0)
+    named = (indices >= 0) & (indices < n)
+    return named, indices.where(named, 0)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     if not x.shape[1]:
         # an empty sum: zeros that autograd can trace back to x
         return x.sum() * x.new_zeros((*indices.shape, x.shape[-1]))
-    found, columns = present(indices.flatten(1), x.shape[1])
+    named, columns = present(indices.flatten(1), x.shape[1])
     rows = x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1])).view(*indices.shape, x.shape[-1])
-    return rows.where(found.view(indices.shape)[..., None], 0)  # no view: autograd forbids to change one in place
+    return rows.where(named.view(indices.shape)[..., None], 0)  # no view: autograd forbids to change one in place
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ def score_backward(
     live = (ds != 0).any(1)
     ds, inverse = ds.to(wide), inverse.where(live, 0).to(wide)
     f = x.to(wide).where(live[..., None], 0)
-    along = (ds * inverse[:, None]).mT
+    along_v = (ds * inverse[:, None]).mT
     dx = None
     if need_x:
-        back = (ds * scores.where(live[:, None], 0).to(wide)).sum(1) * inverse.square() / x.shape[-1]
-        dx = (along @ vectors.to(wide) - back[..., None] * f).to(x.dtype)
-    dw = (along.flatten(0, 1).mT @ f.flatten(0, 1)).to(vectors.dtype) if need_w else None
+        along_x = (ds * scores.where(live[:, None], 0).to(wide)).sum(1) * inverse.square() / x.shape[-1]
+        dx = (along_v @ vectors.to(wide) - along_x[..., None] * f).to(x.dtype)
+    dw = (along_v.flatten(0, 1).mT @ f.flatten(0, 1)).to(vectors.dtype) if need_w else None
     return dx, dw
 
 
@@ -84,13 +84,13 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, s
     n, wide = len(y) // batch, widest(*(t.dtype for t in (y, update, gates) if t is not None))
     update, by_route = update.reshape(batch, -1, k, d), indices.reshape(batch, -1, k)
     for r in range(by_route.shape[1]):
-        found, columns = present(by_route[:, r], n)
-        rows = (columns + torch.arange(batch, device=y.device)[:, None] * n)[found]
-        moved = update[:, r][found].to(wide)
-        moved = moved if shift is None else moved - shift
+        named, columns = present(by_route[:, r], n)
+        rows = (columns + torch.arange(batch, device=y.device)[:, None] * n)[named]
+        added = update[:, r][named].to(wide)
+        added = added if shift is None else added - shift
         if gates is not None:
-            moved = moved * gates.reshape(batch, -1, k)[:, r][found][:, None].to(wide)
-        y[rows] = (y[rows].to(wide) + moved).to(y.dtype)
+            added = added * gates.reshape(batch, -1, k)[:, r][named][:, None].to(wide)
+        y[rows] = (y[rows].to(wide) + added).to(y.dtype)
 
 
 def add_backward(
@@ -98,13 +98,13 @@ def add_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gates·dy[i] and <dy[i], update − shift> for dy (batch, n, d), 0 where an index names no token."""
     wide = widest(*(t.dtype for t in (dy, update, gates) if t is not None))
-    found, _ = present(indices, dy.shape[1])
-    picked, du, dg = gather(dy, indices).to(wide), None, None
+    named, _ = present(indices, dy.shape[1])
+    dy_rows, du, dg = gather(dy, indices).to(wide), None, None
     if need_u:
-        du = (picked if gates is None else picked * gates.where(found, 0)[..., None].to(wide)).to(update.dtype)
+        du = (dy_rows if gates is None else dy_rows * gates.where(named, 0)[..., None].to(wide)).to(update.dtype)
     if need_g and gates is not None:
-        moved = update.where(found[..., None], 0).to(wide)
-        dg = torch.linalg.vecdot(picked, moved if shift is None else moved - shift).to(gates.dtype)
+        u = update.where(named[..., None], 0).to(wide)
+        dg = torch.linalg.vecdot(dy_rows, u if shift is None else u - shift).to(gates.dtype)
     return du, dg
 
 

@@ -35,12 +35,12 @@ def gather_kernel(
     BLOCK_C: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    index, found = named(index_ptr, rows, rows < total, n)
+    index, present = named(index_ptr, rows, rows < total, n)
     x_rows = x_ptr + (((rows // k) * x_batch_stride + index * x_row_stride) * VEC)[:, None]
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
         # evict_last for data read once: the writes then leave the L2 cache first, in an even stream
-        x = tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0, eviction_policy="evict_last")
+        x = tl.load(x_rows + cols, mask=present[:, None] & (cols < D), other=0.0, eviction_policy="evict_last")
         tl.store(y_ptr + (rows * D)[:, None] + cols, x, mask=(rows < total)[:, None] & (cols < D))
 
 
@@ -63,13 +63,13 @@ def add_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     batch = rows // k
     at = (batch * routes + route) * k + rows % k
-    index, found = named(index_ptr, at, rows < total, n)
+    index, present = named(index_ptr, at, rows < total, n)
     if g_ptr is not None:
-        gate = tl.load(g_ptr + at, mask=found, other=0.0).to(tl.float32)
+        gate = tl.load(g_ptr + at, mask=present, other=0.0).to(tl.float32)
     y_rows = y_ptr + ((batch * n + index) * D)[:, None]
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
-        mask = found[:, None] & (cols < D)
+        mask = present[:, None] & (cols < D)
         u = tl.load(u_ptr + (at * D)[:, None] + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         y = tl.load(y_rows + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if shift_ptr is not None:
@@ -82,7 +82,7 @@ def add_kernel(
 @triton.jit(do_not_specialize=INTS)
 def add_backward_kernel(
     dy_ptr,  # (batch, n, D), unit column stride
-    u_ptr,  # (batch, k, D), contiguous; read for dg alone
+    u_ptr,  # (batch, k, D), contiguous; read only for dg
     g_ptr,  # (batch, k), contiguous; None: 1
     index_ptr,  # (batch, k) int64, contiguous; k counts all routes
     shift_ptr,  # (D,), subtracted from u; None: nothing is
@@ -101,25 +101,25 @@ def add_backward_kernel(
     """Compute both gradients from one read of the chosen rows of dy."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = rows < total
-    index, found = named(index_ptr, rows, inside, n)
+    index, present = named(index_ptr, rows, inside, n)
     if g_ptr is not None:
-        gate = tl.load(g_ptr + rows, mask=found, other=0.0).to(tl.float32)
+        gate = tl.load(g_ptr + rows, mask=present, other=0.0).to(tl.float32)
     dy_rows = dy_ptr + (((rows // k) * dy_batch_stride + index * dy_row_stride) * VEC)[:, None]
     dot = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
-        mask = found[:, None] & (cols < D)
-        own = (rows * D)[:, None] + cols
+        mask = present[:, None] & (cols < D)
+        offsets = (rows * D)[:, None] + cols
         dy = tl.load(dy_rows + cols, mask=mask, other=0.0).to(tl.float32)
         if dg_ptr is not None:
-            u = tl.load(u_ptr + own, mask=mask, other=0.0).to(tl.float32)
+            u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             if shift_ptr is not None:
                 u -= tl.load(shift_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
             dot += dy * u
         if du_ptr is not None:
             if g_ptr is not None:
                 dy *= gate[:, None]
-            tl.store(du_ptr + own, dy.to(du_ptr.dtype.element_ty), mask=inside[:, None] & (cols < D))
+            tl.store(du_ptr + offsets, dy.to(du_ptr.dtype.element_ty), mask=inside[:, None] & (cols < D))
     if dg_ptr is not None:
         tl.store(dg_ptr + rows, tl.sum(dot, 1).to(dg_ptr.dtype.element_ty), mask=inside)
 
@@ -160,7 +160,7 @@ def add_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool,
     shift: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return du and dg for dy (batch, n, d); update, gates and indices are contiguous, of as many routes as given."""
+    """Return du and dg for dy (batch, n, d); update, gates and indices are contiguous, of any number of routes."""
     dy, batch_stride, row_stride = strided(dy)
     (batch, n, d), total = dy.shape, indices.numel()
     du = torch.empty_like(update) if need_u else None

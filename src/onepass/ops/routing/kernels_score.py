@@ -50,11 +50,11 @@ def forward_kernel(
         cols = start + tl.arange(0, BLOCK_C)
         x = tl.load(x_rows + cols[None, :], mask=inside[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
         square += tl.sum(tl.reshape(x * x, (BLOCK_R, BLOCK_C // VECTOR, VECTOR)), 2)
-        new = ()
+        sums = ()
         for r in tl.static_range(R):
             v = tl.load(v_ptr + r * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-            new = new + (dots[r] + tl.sum(tl.reshape(x * v[None, :], (BLOCK_R, BLOCK_C // VECTOR, VECTOR)), 2),)
-        dots = new
+            sums = sums + (dots[r] + tl.sum(tl.reshape(x * v[None, :], (BLOCK_R, BLOCK_C // VECTOR, VECTOR)), 2),)
+        dots = sums
     inverse = tl.rsqrt(tl.sum(square, 1) / D + eps)
     tl.store(inverse_ptr + rows, inverse, mask=inside)
     for r in tl.static_range(R):
@@ -93,38 +93,38 @@ def backward_kernel(
         vs = vs + (tl.load(v_ptr + r * D + cols, mask=in_cols, other=0.0).to(tl.float32),)
     dvs = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * R
     for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
-        top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        first_rows = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
         # load the whole tile before the first store, because the compiler can't move a load across a store
         xs = ()
-        alongs = ()
-        backs = ()
+        along_vs = ()
+        along_xs = ()
         for u in tl.static_range(UNROLL):
-            rows = top + u * BLOCK_R
+            rows = first_rows + u * BLOCK_R
             inside = rows < total
             batch, token = rows // n, rows % n
             inverse = tl.load(inverse_ptr + rows, mask=inside, other=0.0)
-            back = tl.zeros((BLOCK_R,), tl.float32)
+            along_x = tl.zeros((BLOCK_R,), tl.float32)
             live = rows < 0
             for r in tl.static_range(R):
-                at = (batch * R + r) * n + token
-                ds = tl.load(ds_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                moved = ds != 0.0
-                live = live | moved
-                back += tl.where(moved, ds * tl.load(s_ptr + at, mask=inside, other=0.0), 0.0)
-                alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
+                place = (batch * R + r) * n + token
+                ds = tl.load(ds_ptr + place, mask=inside, other=0.0).to(tl.float32)
+                has_gradient = ds != 0.0
+                live = live | has_gradient
+                along_x += tl.where(has_gradient, ds * tl.load(s_ptr + place, mask=inside, other=0.0), 0.0)
+                along_vs = along_vs + (tl.where(has_gradient, ds * inverse, 0.0)[:, None],)
             x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
             # a token whose scores have no gradient is not read, so that its NaN can't spread
             xs = xs + (tl.load(x_rows + cols[None, :], mask=live[:, None] & in_cols[None, :], other=0.0),)
-            backs = backs + (tl.where(live, back * inverse * inverse / D, 0.0)[:, None],)
+            along_xs = along_xs + (tl.where(live, along_x * inverse * inverse / D, 0.0)[:, None],)
         for u in tl.static_range(UNROLL):
-            rows = top + u * BLOCK_R
+            rows = first_rows + u * BLOCK_R
             x = xs[u].to(tl.float32)
-            dx = -backs[u] * x
-            new = ()
+            dx = -along_xs[u] * x
+            new_dvs = ()
             for r in tl.static_range(R):
-                dx += alongs[u * R + r] * vs[r][None, :]
-                new = new + (dvs[r] + alongs[u * R + r] * x,)
-            dvs = new
+                dx += along_vs[u * R + r] * vs[r][None, :]
+                new_dvs = new_dvs + (dvs[r] + along_vs[u * R + r] * x,)
+            dvs = new_dvs
             if dx_ptr is not None:
                 mask = (rows < total)[:, None] & in_cols[None, :]
                 tl.store(dx_ptr + (rows * D)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -98,7 +98,7 @@ def scatter_backward(
     d_y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_update: bool, need_gates: bool,
     shift: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of update and gates, None where not needed; of d_y, that of the result of `add_rows`."""
+    """Return the gradients of update and gates, None where not needed, from that of `add_rows`' result, d_y."""
     if not (need_update or need_gates):
         return None, None
     if is_fake(d_y) or not indices.numel() or not d_y.numel():
@@ -109,8 +109,8 @@ def scatter_backward(
     way = _kernels() if uses_triton(d_y, update, gates) else definition
     gates = gates if gates is None else gates.contiguous()
     rows = d_y.reshape(len(indices), -1, d_y.shape[-1])
-    found = way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)
-    return found  # type: ignore[no-any-return]
+    gradients = way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)
+    return gradients  # type: ignore[no-any-return]
 
 
 def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ def _gather_ways(x: Any, indices: Any, n: int) -> list[Way]:
     return [((0,), (0, 0)), ((last,), (2, REPLICATE)), ((last - 1,), (REPLICATE, last - 1))]
 
 
-# n: the tokens of x, whose gradient needs no more of it
+# n: how many tokens x has, which is all that backward needs of it
 _call_gather, *_ = operator(
     "gather", _gather, _gather_backward, ("y",), fake=lambda x, i, n: x.new_empty((*i.shape, x.shape[-1])),
     ways=_gather_ways, of=("x",), fake_back=lambda dy, i, n: dy.new_empty((i.shape[0], n, dy.shape[-1])),
@@ -253,9 +253,9 @@ def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
 
 def _scatter_ways(y: Any, update: Any, gates: Any, indices: Any) -> list[Way]:
     """Shard along the features or, for 3-d y, the batch."""
-    own, last = y.ndim - 1, update.ndim - 1
-    of_gates = None if gates is None else REPLICATE
-    ways: list[Way] = [((own,), (own, last, of_gates, REPLICATE))]
+    y_last, update_last = y.ndim - 1, update.ndim - 1
+    gates_way = None if gates is None else REPLICATE
+    ways: list[Way] = [((y_last,), (y_last, update_last, gates_way, REPLICATE))]
     return [*ways, ((0,), (0, 0, gates if gates is None else 0, 0))] if y.ndim == 3 else ways
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def in_two(x: float) -> tuple[float, float]:
-    """Return x as a sum of two numbers of which the first is exact in fp32, as which numbers reach a kernel."""
-    # a number in [1/2, 1) has 2²⁴ steps of fp32 to 1
+    """Return x as a sum of two numbers; the first is exact in fp32, the dtype in which numbers reach a kernel."""
+    # fp32 numbers in [1/2, 1) are multiples of 2⁻²⁴
     scale = 2.0**24 / 2.0 ** math.frexp(x)[1]
     high = round(x * scale) / scale
     return high, x - high
@@ -37,15 +37,15 @@ def reference(
     """Return softmax(q·kᵀ/√width) v over the keys first_i ≤ j < last_i that mask allows; 0 without such a key."""
     acc = torch.promote_types(q.dtype, torch.float32)
     keys = torch.arange(k.shape[1], device=q.device)
-    seen = (keys >= first[..., None]) & (keys < last[..., None])
-    seen = seen.expand(q.shape[0], *seen.shape[-2:])
+    visible = (keys >= first[..., None]) & (keys < last[..., None])
+    visible = visible.expand(q.shape[0], *visible.shape[-2:])
     if mask is not None:
-        seen = seen & mask[:, None]
+        visible = visible & mask[:, None]
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(acc), k.to(acc)) * scale_of(q)
-    seen = seen[:, None]
+    visible = visible[:, None]
     # a query that sees no key would give 0/0
-    p = scores.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
-    return torch.einsum("bhnm,bmhd->bnhd", p.masked_fill(~seen, 0.0), v.to(acc)).to(q.dtype)
+    p = scores.masked_fill(~visible, -math.inf).masked_fill(~visible.any(-1, keepdim=True), 0.0).softmax(-1)
+    return torch.einsum("bhnm,bmhd->bnhd", p.masked_fill(~visible, 0.0), v.to(acc)).to(q.dtype)
 
 
 def rotate(x: Tensor, positions: Tensor | None = None, *, inverse: bool = False) -> Tensor:
@@ -79,10 +79,10 @@ class _Rows:
     def scores(self, q: Tensor, k: Tensor, tile: slice) -> Tensor:
         """Return the scores (heads, queries, keys) of one tile; −inf where a query does not see a key."""
         keys = torch.arange(tile.start, tile.stop, device=q.device)
-        seen = (keys >= self.first) & (keys < self.last)
+        visible = (keys >= self.first) & (keys < self.last)
         if self.mask is not None:
-            seen = seen & self.mask[self.b, tile]
-        return (self.of(q, self.at) @ self.keys(k, tile).mT * scale_of(q)).masked_fill_(~seen, -math.inf)
+            visible = visible & self.mask[self.b, tile]
+        return (self.of(q, self.at) @ self.keys(k, tile).mT * scale_of(q)).masked_fill_(~visible, -math.inf)
 
     def of(self, t: Tensor, at: slice) -> Tensor:
         """Return rows of a (batch, length, heads, width) tensor as (heads, rows, width), in fp32 or wider."""
@@ -111,9 +111,9 @@ def _weighted(p: Tensor, values: Tensor) -> Tensor:
     y = p @ values
     if math.isfinite(float(y.sum())):
         return y
-    bad = ~values.isfinite()
-    hit = (p != 0).to(p.dtype) @ bad.to(p.dtype) > 0
-    return torch.where(hit, y, p @ values.masked_fill(bad, 0.0))
+    not_finite = ~values.isfinite()
+    reached = (p != 0).to(p.dtype) @ not_finite.to(p.dtype) > 0
+    return torch.where(reached, y, p @ values.masked_fill(not_finite, 0.0))
 
 
 def forward(
@@ -133,7 +133,7 @@ def forward(
             total += p.sum(-1)
             y += _weighted(p, rows.keys(v, tile))
         lse[rows.b, :, rows.at] = torch.where(total > 0, top + total.log(), math.inf)
-        # of a NaN, NaN: only a query without keys has a total of 0
+        # a NaN stays NaN: only a query without keys has a total of 0
         y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
         out[rows.b, rows.at] = y.transpose(0, 1).to(q.dtype)
     return out, lse

@@ -126,8 +126,8 @@ def forward_kernel(
             k = _load(k_ptr, k_start, keys, k_row * UNIT, cols, keep, D, BLOCK_D, part == 1 and not HAS_MASK)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if part != 1 or HAS_MASK:
-                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
-                scores = tl.where(seen, scores, float("-inf"))
+                visible = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
+                scores = tl.where(visible, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             # a query's maximum is −inf before the first key that it sees, and −inf − −inf is NaN
             base = tl.where(new_top == float("-inf"), 0.0, new_top) * (scale * LOG2_E)
@@ -172,10 +172,10 @@ def queries_kernel(
     cols = tl.arange(0, BLOCK_D)
     real = queries < n
     first, last, low, full_low, full_high, high = _runs(first_ptr, last_ptr, b * span_batch, queries, n, m, BLOCK_K)
-    own = b * n * heads * D + head * D
+    head_start = b * n * heads * D + head * D
     q = _load(q_ptr, (b * q_batch + head * q_head) * UNIT, queries, q_row * UNIT, cols, real, D, BLOCK_D, False)
-    dout = _load(dout_ptr, own, queries, heads * D, cols, real, D, BLOCK_D, False)
-    out = _load(out_ptr, own, queries, heads * D, cols, real, D, BLOCK_D, False)
+    dout = _load(dout_ptr, head_start, queries, heads * D, cols, real, D, BLOCK_D, False)
+    out = _load(out_ptr, head_start, queries, heads * D, cols, real, D, BLOCK_D, False)
     per_row = (b * heads + head) * n + queries
     lse = tl.load(lse_ptr + per_row, mask=real, other=float("inf"))
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
@@ -194,8 +194,8 @@ def queries_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
             if part != 1 or HAS_MASK:
-                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
-                p = tl.where(seen, p, 0.0)
+                visible = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
+                p = tl.where(visible, p, 0.0)
             ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     inside = real[:, None] & (cols < D)[None, :]
@@ -284,9 +284,9 @@ def askers_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the queries whose runs end, and begin, at or before the first key of each tile, then its last.
+    """Count the queries whose runs end, and begin, at or before each tile's first key, then its last key.
 
-    That of the last tile may lie beyond the keys: the tile then counts as seen in part, which is right.
+    The last tile's last key may lie beyond the keys: the tile then counts as seen in part, which is right.
     """
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.where(tile < tiles, tile * BLOCK_K, (tile - tiles + 1) * BLOCK_K - 1)
@@ -294,7 +294,7 @@ def askers_kernel(
     last_ptr += tl.program_id(1).to(tl.int64) * n
     begin = tl.zeros((BLOCK,), tl.int32)
     end = begin
-    # both bisections at once, as each step waits for memory
+    # both bisections advance at once, because each step waits for memory
     step = 1 << 30
     while step > 0:
         if step <= n:

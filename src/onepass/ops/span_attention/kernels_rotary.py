@@ -68,9 +68,9 @@ def rotary_kernel(
     for head in tl.range(0, heads, num_stages=4):
         left = tl.load(x_ptr + head * x_head * UNIT, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(x_ptr + head * x_head * UNIT + HALF, mask=inside, other=0.0).to(tl.float32)
-        kind = out_ptr.dtype.element_ty
-        tl.store(out_ptr + head * out_head * UNIT, (left * cos - right * sin).to(kind), mask=inside)
-        tl.store(out_ptr + head * out_head * UNIT + HALF, (left * sin + right * cos).to(kind), mask=inside)
+        dtype = out_ptr.dtype.element_ty
+        tl.store(out_ptr + head * out_head * UNIT, (left * cos - right * sin).to(dtype), mask=inside)
+        tl.store(out_ptr + head * out_head * UNIT + HALF, (left * sin + right * cos).to(dtype), mask=inside)
 
 
 def rotate(x: Tensor, positions: Tensor | None, inverse: bool, out: Tensor) -> None:

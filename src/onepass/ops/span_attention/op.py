@@ -25,7 +25,7 @@ _kernels_rotary = functools.cache(lambda: import_module(".kernels_rotary", __pac
 
 
 def _batch(t: Any) -> Placement:
-    """Return how a tensor that may have one row for the whole batch is placed beside a sharded batch."""
+    """Return the placement beside a sharded batch of a tensor that may have one row for the whole batch."""
     return REPLICATE if t is None or t.shape[0] == 1 else 0
 
 
@@ -197,15 +197,15 @@ def backward(
     """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor."""
     grads = (_like(q), _like(k), _like(v)) if grads is None else grads
     if not uses_triton(q):
-        found = definition.backward(dout, q, k, v, out, lse, first, last, mask)
-        for grad, value in zip(grads, found, strict=True):
+        gradients = definition.backward(dout, q, k, v, out, lse, first, last, mask)
+        for grad, value in zip(grads, gradients, strict=True):
             grad.copy_(value)
     elif not q.numel() or not k.numel():
         for grad in grads:
             grad.zero_()
     else:
         q, k, v = map(_unit_width, (q, k, v))
-        # `.sum().backward()` passes a gradient with stride 0
+        # `.sum().backward()` passes a dout with stride 0
         first, last = _runs(first, last)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), grads)
