@@ -40,7 +40,7 @@ def reference(
     u = β1·m + (1 − β1)·g; p ← p − lr·(sign(u) + wd·p); m ← β2·m + (1 − β2)·g.
 
     The decay is inside the bracket because 1 − lr·wd in fp32 is off by 19 % at lr·wd = 1e-7. The momentum avoids lerp,
-    m + (1 − β)·(g − m), which turns an infinite gradient into nan. `mean` is that of cautious factors: of a shard, that
+    m + (1 − β)·(g − m), which turns an infinite gradient into nan. `mean` averages the cautious factors: for a shard,
     over all shards.
     """
     g = g * row.factor
@@ -75,7 +75,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
-# elements of an int8 momentum that share a scale, in the order of memory
+# neighbours in memory of an int8 momentum that share a scale
 INT8_BLOCK = 256
 # range of the scales: their reciprocals are normal numbers
 INT8_SCALES = (2.0**-120, 2.0**120)
@@ -127,11 +127,11 @@ def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     elements much smaller than the largest of their block need a code too. Zero is exact. Multiplying all values by a
     power of two leaves the codes unchanged.
     """
-    laid_out = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
-    laid_out.copy_(value)
+    in_order = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
+    in_order.copy_(value)
     n = codes.numel()
     padded = torch.zeros(len(scales) * INT8_BLOCK, dtype=torch.float32, device=codes.device)
-    padded[:n] = vector(laid_out)
+    padded[:n] = vector(in_order)
     blocks = padded.view(-1, INT8_BLOCK)
     largest = blocks.nan_to_num(0.0, float("inf"), float("-inf")).abs().amax(1)
     scale = torch.where(largest > 0, largest.clamp(*INT8_SCALES), torch.zeros_like(largest))

@@ -107,8 +107,8 @@ def load_codes(
     offset, n, beta1, beta2, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return β1·m and β2·m in fp32; β1 and β2 are multiplied into the scales, once per 256 elements."""
-    which = offset // 256 + tl.arange(0, BLOCK // 256)
-    scale = load(s_ptr, which, which * 256 < n, MASKED) * LEVELS
+    blocks = offset // 256 + tl.arange(0, BLOCK // 256)
+    scale = load(s_ptr, blocks, blocks * 256 < n, MASKED) * LEVELS
     level = from_codes(code, PTX)
     return level * per_element(scale * beta1, BLOCK), level * per_element(scale * beta2, BLOCK)
 
@@ -223,16 +223,16 @@ def update_tile(
     if CAUTIOUS_DECAY:
         # cautious_decay is 0 or 1; 1: decay only weights that the update moves towards zero
         decay = tl.where(s * value > 0, wd, wd * (1.0 - cautious_decay))
-    new = tl.fma(tl.fma(value, decay, s), -lr, value)
+    new_value = tl.fma(tl.fma(value, decay, s), -lr, value)
     new_m = tl.fma(g, rest2 * factor, m2)
 
     if MODE == 1:
-        new_p, new_e = split_bits(new)
+        new_p, new_e = split_bits(new_value)
     else:
-        new_p = new.to(p.dtype)
+        new_p = new_value.to(p.dtype)
     if M_TYPE == "i8":
         if MASKED:
-            # 0 beyond the end never is the maximum that sets the scale
+            # zeros beyond the end never are the maximum that sets the scale
             new_m = tl.where(inside, new_m, 0.0)
         new_m = to_codes(new_m, store_scales(new_m, s_ptr, offset, n, MASKED, BLOCK, PTX), PTX)
     else:
@@ -387,21 +387,21 @@ def norm_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     while chunk < end:
         tensor = find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN)
-        first = tl.load(first_ptr + tensor)
+        first_chunk = tl.load(first_ptr + tensor)
         n = tl.load(size_ptr + tensor)
         g_ptr = pointer(address_ptr + tensor, G_TYPE, ALIGNED)
         # stop at the end of this program's run or of this tensor
-        offset = (chunk - first) * CHUNK
-        until = tl.minimum((end - first) * CHUNK, n)
-        while offset + BLOCK <= until:
+        offset = (chunk - first_chunk) * CHUNK
+        stop = tl.minimum((end - first_chunk) * CHUNK, n)
+        while offset + BLOCK <= stop:
             g = tl.load(g_ptr + offset + tl.arange(0, BLOCK)).to(tl.float32)
             total += g * g
             offset += BLOCK
-        if offset < until:
+        if offset < stop:
             at = offset + tl.arange(0, BLOCK)
-            g = tl.load(g_ptr + at, mask=at < until, other=0.0).to(tl.float32)
+            g = tl.load(g_ptr + at, mask=at < stop, other=0.0).to(tl.float32)
             total += g * g
-        chunk = first + (until + CHUNK - 1) // CHUNK
+        chunk = first_chunk + (stop + CHUNK - 1) // CHUNK
     tl.store(partial_ptr + program, tl.sum(total, 0))
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == PROGRAMS - 1:
@@ -435,7 +435,7 @@ def launch(
     of: Any, table: Tensor, n_groups: int, agreed: Tensor | None, grad_scale: Tensor | None, clip: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update every tensor of a table, which `of`, a `table.Launch`, laid out; the last three are `table.Scalars`.
+    """Update every tensor of the table that `of`, a `table.Launch`, laid out; the last three are `table.Scalars`.
 
     agreed: for cautious updates, (tensors,) int64 counters; else None.
     """
@@ -470,18 +470,18 @@ def norm_programs(table: Tensor) -> int:
 
 
 def launch_norm(
-    of: Any, table: Tensor, n_groups: int, before: Tensor | None, room: tuple[Tensor, Tensor], out: Tensor,
+    of: Any, table: Tensor, n_groups: int, before: Tensor | None, scratch: tuple[Tensor, Tensor], out: Tensor,
     max_norm: Tensor, grad_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Write sum of squares, norm and clip coefficient of the gradients of `of`, a `table.Launch`, to `out`.
 
-    `before` is added to the sum; `room` is (partials, ticket), see `norm_kernel`.
+    `before` is the sum of squares of earlier launches; `scratch` is (partials, ticket), see `norm_kernel`.
     """
     programs = norm_programs(table)
     launch_kernel(
         norm_kernel, (programs, 1, 1),
         (
-            table, table if before is None else before, *room, out, max_norm,
+            table, table if before is None else before, *scratch, out, max_norm,
             table if grad_scale is None else grad_scale,
         ),
         (len(of.sizes), n_groups, of.n_chunks),

@@ -66,7 +66,7 @@ class Scalars(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Hyperparameters of all groups as bytes, and device scalars with their places, which overwrite them."""
+    """Hyperparameters of all groups as bytes; those that are tensors on a device overwrite them at their places."""
 
     packed: bytes
     places: Sequence[int] = ()
@@ -95,8 +95,8 @@ class Columns(NamedTuple):
         return Columns(*([c[i] for i in where] for c in self))  # type: ignore[arg-type]
 
 
-# memory that graphs copy their tables from at each replay. It is kept for ever: a graph may outlive its `Launch`, and
-# nothing signals its end
+# pinned memory from which graphs copy their tables at each replay. It is kept for ever: a graph may outlive its
+# `Launch`, and nothing signals its end
 _replayed: list[Tensor] = []
 
 
@@ -105,7 +105,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 class Launch:
-    """The tensors of one device, dtypes, alignment and caution, with or without remainders: one launch per step.
+    """One launch per step: tensors alike in device, dtypes, alignment, caution, and in having remainders or not.
 
     Attributes:
         where: places of the tensors in the plan's columns.
@@ -149,7 +149,7 @@ class Launch:
         self._body = words.tobytes()
 
     def take_grads(self, addresses: Sequence[int]) -> bool:
-        """Take new addresses of gradients; return False, and keep the old ones, if they lack the launch's alignment."""
+        """Take new addresses of gradients; if they lack the launch's alignment, keep the old ones and return False."""
         words = array("q", addresses)
         taken = not self.aligned or _multiples_of_16(words)
         if taken:
@@ -184,9 +184,9 @@ class Launch:
             # `moved` flags stay set: the table of steps outside the graph still has the old addresses
             data = packed + self._grads.tobytes() + self._fixed + self._body
             pinned = self._spare.pop() if self._spare else self._pinned(len(data))
-            own = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
-            _replayed.append(self._send(own, data, pinned))
-            return own
+            graph_table = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
+            _replayed.append(self._send(graph_table, data, pinned))
+            return graph_table
         if self._table is None or self._fixed_moved:
             data = packed + self._grads.tobytes() + self._fixed + self._body
         elif self._grads_moved:
@@ -201,7 +201,7 @@ class Launch:
         table = self._table
         assert table is not None
         while capturable and table.is_cuda and len(self._spare) < 2:
-            # for the next capture, which should not allocate pinned memory: one for a norm, one for a step
+            # pinned memory for the next capture, which should not allocate it: one table for a norm, one for a step
             self._spare.append(torch.empty(len(table), dtype=torch.int64, device="cpu", pin_memory=True))
         return table
 
@@ -229,7 +229,7 @@ def _address(t: Tensor | None) -> int:
 
 
 _data_ptr = torch.Tensor.data_ptr
-# only torch's CUDA builds have it: compare addresses in one call, (tensors, addresses, places) → bool
+# (tensors, addresses, places) → bool compares all addresses in one call; only torch's CUDA builds have it
 _addresses_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
@@ -249,15 +249,15 @@ class Plan:
     ) -> None:
         self.fixed = columns._replace(params=list(columns.params), grads=())
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in columns.params]
-        alike: dict[tuple[Any, ...], list[int]] = {}
+        by_launch: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             aligned = not (_address(p) | _address(g) | _address(m) | _address(e) | _address(s)) & 15
             dtypes = (REAL.get(p.dtype, p.dtype), REAL.get(g.dtype, g.dtype), REAL.get(m.dtype, m.dtype))
             if sizes[i]:
-                alike.setdefault((p.device, dtypes, e is not None, aligned, cautious[i]), []).append(i)
+                by_launch.setdefault((p.device, dtypes, e is not None, aligned, cautious[i]), []).append(i)
         self.launches = [
-            Launch(where, [sizes[i] for i in where], [groups[i] for i in where], cautious_decay, *key)
-            for key, where in alike.items()
+            Launch(where, [sizes[i] for i in where], [groups[i] for i in where], cautious_decay, *launch_key)
+            for launch_key, where in by_launch.items()
         ]
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
@@ -296,9 +296,9 @@ class Plan:
         if self._moved:
             at_params = list(map(_data_ptr, self.fixed.params))
             # states may have moved with their parameters: read their addresses too
-            others = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
+            columns = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
             for launch in self.launches:
-                if not launch.take_fixed([[c[i] for i in launch.where] for c in others]):
+                if not launch.take_fixed([[c[i] for i in launch.where] for c in columns]):
                     self._at_params = []
                     return False
             self._at_params, self._moved = at_params, False
@@ -323,7 +323,7 @@ class Plan:
         device, n_groups = self.launches[0].device, len(rows.packed) // (4 * ROW_FLOATS)
         # rows of 4 keep each result at 16 bytes, the alignment that kernels are compiled for
         out = torch.empty(len(self.launches), 3, 4, dtype=torch.float32, device=device)
-        room = (
+        scratch = (
             torch.empty(kernels.norm_programs(out), dtype=torch.float32, device=device),
             torch.zeros((), dtype=torch.int32, device=device),
         )
@@ -331,6 +331,6 @@ class Plan:
         for i, launch in enumerate(self.launches):
             # each launch adds to the sum of the one before
             table = launch.table(rows.packed)
-            kernels.launch_norm(launch, table, n_groups, before, room, out[i], max_norm, grad_scale)
+            kernels.launch_norm(launch, table, n_groups, before, scratch, out[i], max_norm, grad_scale)
             before = out[i, 0, 0]
         return out[-1, :, 0]

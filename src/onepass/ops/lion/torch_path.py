@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .definition import Row, dequantize, narrow_, quantize_, reference, vector, widen
 
-# elements per thread of a tile, which goes through all steps before the next one: a few megabytes, which stay in cache
+# elements per thread of a tile; a tile takes all steps before the next one, so its few megabytes stay in cache
 TILE = 1 << 19
 # smaller tensors are updated together: one gather costs less than a handful of calls for each
 SMALL = 1 << 15
@@ -106,10 +106,10 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
 Advance = Callable[..., None]
 
 
-def _in_tiles(row: Row, room: Tensor) -> Advance:
+def _in_tiles(row: Row, workspace: Tensor) -> Advance:
     def tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None = None) -> None:
-        wide_p, wide_m = widen(p, extra, room.dtype), m.to(room.dtype)
-        _advance_(wide_p, g.to(room.dtype), wide_m, row, room[: p.numel()])
+        wide_p, wide_m = widen(p, extra, workspace.dtype), m.to(workspace.dtype)
+        _advance_(wide_p, g.to(workspace.dtype), wide_m, row, workspace[: p.numel()])
         narrow_(p, extra, wide_p)
         if wide_m is not m:
             m.copy_(wide_m)
@@ -127,14 +127,14 @@ def _compiled(row: Row, dtype: torch.dtype) -> Advance:
 def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) -> None:
     """Gather short vectors into one of a multiple of `grain` elements, update it, and copy the parts back."""
     sizes = [p.numel() for p in columns[0]]
-    rooms = [c[0].new_empty(min(GATHERED, sum(sizes)) + grain) for c in columns]
+    buffers = [c[0].new_empty(min(GATHERED, sum(sizes)) + grain) for c in columns]
     for batch in _batches(sizes):
         filled = sum(sizes[batch])
-        gathered = [room[:filled] for room in rooms]
-        for whole, column in zip(gathered, columns, strict=True):
-            torch.cat(column[batch], out=whole)
+        gathered = [buffer[:filled] for buffer in buffers]
+        for part, column in zip(gathered, columns, strict=True):
+            torch.cat(column[batch], out=part)
         # elements behind the last tensor are updated too and then ignored
-        advance(*(room[: filled + -filled % grain] for room in rooms))
+        advance(*(buffer[: filled + -filled % grain] for buffer in buffers))
         for j, column in enumerate(columns):
             if j != 1:  # all but the gradient
                 torch.split_with_sizes_copy(gathered[j], sizes[batch], out=column[batch])
@@ -151,28 +151,28 @@ def update_(
 ) -> None:
     """Update CPU tensors of one param group and one dtype combination in place.
 
-    A parameter and its gradient, momentum and extra must share dense strides. `extras`, the remainders, may be none.
+    A parameter and its gradient, momentum and extra must share dense strides. `extras`, the remainders, may be empty.
     `compiled` updates in one pass over memory and needs a C++ compiler.
     """
     grain = LANES * torch.get_num_threads()
     tile = TILE * torch.get_num_threads()
     sizes = [p.numel() for p in params]
     dtype = accumulator(params[0], grads[0], exp_avgs[0])
-    room = GATHERED if compiled else min(tile, max(*sizes, GATHERED))
-    room = min(room, sum(sizes)) + grain
-    in_tiles = whole_advance = _in_tiles(row, params[0].new_empty(room, dtype=dtype))
+    n_workspace = GATHERED if compiled else min(tile, max(*sizes, GATHERED))
+    n_workspace = min(n_workspace, sum(sizes)) + grain
+    in_tiles = advance = _in_tiles(row, params[0].new_empty(n_workspace, dtype=dtype))
     if compiled:
-        whole_advance, tile = _compiled(row, dtype), max(sizes)
+        advance, tile = _compiled(row, dtype), max(sizes)
     columns = [c for c in (params, grads, exp_avgs, extras) if c]
     short = [[vector(c[i]) for i, n in enumerate(sizes) if 0 < n < SMALL] for c in columns]
     for i, n in enumerate(sizes):
         if n < SMALL:
             continue
-        whole, flat = n - n % grain, [vector(c[i]) for c in columns]
-        for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
-            whole_advance(*piece)
-        if whole < n:
-            for column, v in zip(short, flat, strict=True):
-                column.append(v[whole:])
+        n_whole, vectors = n - n % grain, [vector(c[i]) for c in columns]
+        for tiles in zip(*(torch.split(v[:n_whole], tile) for v in vectors), strict=True):
+            advance(*tiles)
+        if n_whole < n:
+            for column, v in zip(short, vectors, strict=True):
+                column.append(v[n_whole:])
     if short[0]:
         _together_(short, in_tiles, grain)
