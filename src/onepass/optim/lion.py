@@ -52,9 +52,9 @@ class Lion(Optimizer):
         cautious_weight_decay: decay only weights that the update moves towards zero (arXiv 2510.12402).
         state_dtype: dtype of the momentum: None for the parameter's, torch.float32, torch.bfloat16, or "int8": a byte
             per element and an fp32 scale per 256 (momenta of fewer than 4096 elements have the parameter's dtype).
-        low_precision: what is stored beside a bf16 parameter. "remainder", and "auto": an int16 per weight; training is
-            bit for bit that of fp32. "none": nothing, as beside fp16 weights; updates and weight decay are lost at
-            small learning rates.
+        low_precision: what is stored beside a bf16 parameter. "remainder", and "auto": an int16 per weight, which
+            trains bit for bit as an fp32 weight with this momentum dtype. "none": nothing, as beside fp16 weights;
+            updates and weight decay are lost at small learning rates.
 
     Raises:
         ValueError, TypeError: an option is out of range; the message names what is accepted.
