@@ -32,10 +32,10 @@ def nvidia_driver() -> str | None:
     """Return the NVIDIA driver's version as nvidia-smi reports it; None without the tool or a working driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+    return result.stdout.splitlines()[0].strip() if result.stdout.strip() else None
 
 
 def versions() -> dict[str, str | None]:
@@ -63,8 +63,8 @@ def cpu_name() -> str:
     name = platform.processor() or platform.machine()
     # /proc exists on Linux only
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        name = found[1].strip() if found else name
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = match[1].strip() if match else name
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
 

@@ -29,26 +29,26 @@ Outputs = Tensor | tuple[Tensor | None, ...]
 
 
 def _at_once(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Any:
-    """Return what one call gives for a batch, as further rows, and where the batch lies; None where it can't be.
+    """Run a whole batch in one call, as further rows; return results and their batch dimensions, or None if it can't.
 
-    The rule for shards says which arguments and results have this dimension: along it they could be sharded.
+    The rule for shards says which arguments and results have a batch dimension: those that could be sharded along it.
     """
     dims = list(zip(args, in_dims, strict=True))
-    one = (a if not isinstance(a, Tensor) else a[None] if d is None else a.movedim(d, 0)[:1] for a, d in dims)
+    examples = (a if not isinstance(a, Tensor) else a[None] if d is None else a.movedim(d, 0)[:1] for a, d in dims)
     rule = rules[op]
-    results, places = rule(*one)[0]
-    of_tensors, given = iter(places), []
+    results, places = rule(*examples)[0]
+    tensor_places, batched = iter(places), []
     for (a, dim), argument in zip(dims, op._schema.arguments, strict=True):
-        place = next(of_tensors) if "Tensor" in str(argument.type) else None
+        place = next(tensor_places) if "Tensor" in str(argument.type) else None
         if isinstance(a, Tensor) and isinstance(place, int):
             a = a.expand(size, *a.shape).movedim(0, place) if dim is None else a.movedim(dim, place)
         elif dim is not None:
             return None
-        given.append(a)
+        batched.append(a)
     out_dims = [p if isinstance(p, int) else None for p in results]
     if PARTIAL in results or not any(d is not None for d in out_dims):
         return None
-    return op(*given), tuple(out_dims) if len(out_dims) > 1 else out_dims[0]
+    return op(*batched), tuple(out_dims) if len(out_dims) > 1 else out_dims[0]
 
 
 def _vmap_rule(op: Any, rows: bool) -> Callable[..., Any]:
@@ -56,8 +56,8 @@ def _vmap_rule(op: Any, rows: bool) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         size = info.batch_size
-        if rows and size and (answer := _at_once(op, size, in_dims, args)) is not None:
-            return answer
+        if rows and size and (batched := _at_once(op, size, in_dims, args)) is not None:
+            return batched
         if not size:
             # empty batch: run one dummy element to learn the output shapes
             args = tuple(
@@ -79,7 +79,7 @@ def _vmap_rule(op: Any, rows: bool) -> Callable[..., Any]:
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that hands on the items of its tuples and lists: a registered operator takes each by itself."""
+    """Return `function` called with its arguments flattened: a registered operator takes each item by itself."""
     return lambda *args: function(*flat(args))
 
 
@@ -113,14 +113,14 @@ def bind(
         save: `save(ctx, inputs, output)` keeps what backward needs.
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
-        public: `public(outputs)` → those that the user sees; each costs autograd 0.7 µs, even if it is None.
-        inference: `forward` that makes the public outputs alone, for plain eager calls without gradients.
+        public: `public(outputs)` → the outputs that the user sees; each costs autograd 0.7 µs, even if it is None.
+        inference: `forward` for plain eager calls without gradients: it makes only the public outputs.
         check: raises on bad arguments; a replayed call skips it.
         native: torch's own differentiable operator where it is as good: a plain eager call tries it first, and
             continues with the kernels if it returns None.
-        rows: rows may have any number of dimensions: torch.vmap makes one call, as if along one more they were sharded.
+        rows: rows may have any number of dimensions, so that torch.vmap makes one call with the batch as one more.
         replay: replay calls of known layouts; `forward` and `backward` must launch by `core.launch.launch` alone.
-        state: what else their launches depend on, as `replayed` has it.
+        state: what else their launches depend on, see `replayed`.
     """
 
     gradients = outside_autocast(gradients)

@@ -25,8 +25,8 @@ def tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
-        got = "a nested tensor" if value.is_nested else value.layout
-        raise TypeError(f"{op}: {name} must be dense, got {got}; pass {name}.to_dense() or to_padded_tensor()")
+        kind = "a nested tensor" if value.is_nested else value.layout
+        raise TypeError(f"{op}: {name} must be dense, got {kind}; pass {name}.to_dense() or to_padded_tensor()")
 
 
 def floating(op: str, name: str, value: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _OF_OPERATORS = PLAIN_TYPES | {FakeTensor}
-# types of most calls' arguments, a tuple of options among them: one set comparison instead of a loop
+# the types of most calls' arguments, a tuple of options included: one set comparison replaces a loop
 _PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype, tuple}
 
 
@@ -42,7 +42,7 @@ def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Record operations for autograd, inside a registered operator too, where torch records none."""
+    """Record operations for autograd, even inside a registered operator, where torch records none."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
@@ -117,13 +117,13 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
         if leaves:
             sources += [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not sources:
-            return found
-        several = found if isinstance(found, tuple) else (found,)
-        own = [g for g in several if g is not None]
-        refused = iter(_Refused.apply(no_second(name), len(own), *own, *sources))  # type: ignore[no-untyped-call]
-        return tuple(None if g is None else next(refused) for g in several)
+            return results
+        gradients = results if isinstance(results, tuple) else (results,)
+        present = [g for g in gradients if g is not None]
+        refused = iter(_Refused.apply(no_second(name), len(present), *present, *sources))  # type: ignore[no-untyped-call]
+        return tuple(None if g is None else next(refused) for g in gradients)
 
     return run
 
@@ -131,7 +131,7 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
 def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return fn with autocast off: its arguments' dtypes decide, and inner matmuls keep their precision.
 
-    To switch it off takes the host 10 µs and more, so only where it is on.
+    Switching it off takes the host at least 10 µs, so this is done only where autocast is on.
     """
 
     def run(*args: Any) -> Any:

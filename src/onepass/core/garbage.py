@@ -23,9 +23,9 @@ def no_collection() -> Iterator[None]:
 def collected() -> Iterator[None]:
     """Collect garbage, and then none until the end of the block, which captures a CUDA graph.
 
-    A captured step is often part of a ring of references, so its graph lives until a collection. One that falls into
-    another graph's capture frees it there, which CUDA refuses: that capture fails. torch collects before a capture only
-    where `torch.compiler.config.force_cudagraph_gc` is set.
+    A captured step is often part of a reference cycle, so its graph lives until a collection. A collection during
+    another graph's capture would free it there, which CUDA refuses: that capture fails. torch collects before a capture
+    only where `torch.compiler.config.force_cudagraph_gc` is set.
     """
     gc.collect()
     with no_collection():

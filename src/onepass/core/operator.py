@@ -13,7 +13,7 @@ from .launch import replayed
 from .register import register, register_fake, there
 from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
 
-# written out for the operator's arguments, as eager calls run it: loops over them would take µs of each call
+# filled in for the operator's arguments: loops over them would take µs of each eager call
 _PROGRAM = """
 def save(ctx, inputs, output):
     {taken} = inputs
@@ -48,19 +48,19 @@ def operator(
 
     Args:
         name: of the public function, for messages.
-        forward: as `core.bind` has it; its arguments with a default are not the operator's.
+        forward: see `core.bind`; arguments with a default are not the operator's.
         backward: takes by their names arguments and results of forward, last `need_x` for each x whose gradient it
             returns. Other names are the gradients of public results, zeros for a missing one unless it takes None; one
             named `d_x` is x's, as it is.
         results: names of what forward returns; one that may be None is of type `Tensor | None`.
         fake: returns empty tensors like these, for FakeTensors.
-        ways: how DTensors may be placed, as `core.sharding` has it; backward's follow from it.
+        ways: how DTensors may be placed, see `core.sharding`; those of backward follow from it.
         of: where backward has no `need_x`: the arguments whose gradients it always makes.
         fake_back: returns empty tensors like these gradients, where backward does not take all of the arguments.
         registered: the operator's name in `torch.ops`, by default that of the public function.
         n_public: how many results the user sees, the first ones.
         check: raises on bad arguments, in eager calls and in the fake.
-        check_fake: does so in the fake in its place.
+        check_fake: takes the place of `check` in the fake.
         bound: further arguments of `core.bind`.
     """
     taken, back = (
@@ -70,7 +70,7 @@ def operator(
     needs = [a for a in back if a.startswith("need_")]
     graded = [a.removeprefix("need_") for a in needs] or [*of]
     upstream = [a for a in back if a not in (*taken, *results, *needs)]
-    made = [f"d_{a}" for a in graded]
+    d_args = [f"d_{a}" for a in graded]
     kept = [a for a in back if a in tensors or a in results]
     numbers = [a for a in back if a in taken and a not in tensors]
     zeros = len(upstream) > 1 and "None" not in str(backward.__annotations__[upstream[0]])
@@ -83,21 +83,21 @@ def operator(
         "zeros": zeros, "upstream": listed(upstream),
         "unknown": " and ".join(f"{g} is None" for g in upstream),
         "nothing": listed("None" for _ in taken), "needs_of_taken": listed(f"need_{a}" for a in taken),
-        "grads": ("".join if len(of) == 1 else listed)(made),
-        "wanted": listed(f"d_{a} if need_{a} else None" if f"d_{a}" in (*made, *upstream) else "None" for a in taken),
+        "grads": ("".join if len(of) == 1 else listed)(d_args),
+        "wanted": listed(f"d_{a} if need_{a} else None" if f"d_{a}" in (*d_args, *upstream) else "None" for a in taken),
     }  # fmt: skip
     names: dict[str, Any] = {"there": there}
     exec(compile(_PROGRAM.format(**text), f"<operator {name}>", "exec"), names)
 
     def ways_back(*args: Any) -> list[Way]:
-        given = dict(zip(back, args, strict=True))
-        found: list[Way] = []
-        for own, placed in ways(*(given.get(a, given.get(f"d_{a}")) for a in taken)):
-            at = dict(zip((*tensors, *results), (*placed, *own), strict=True))
-            grads = [gradient(at[a], given.get(f"need_{a}", True)) for a in graded]
-            at |= zip(upstream, (REPLICATE if p == PARTIAL else p for p in own), strict=False)
-            found.append((grads, [None if given[a] is None else at[a] for a in back if a in at]))
-        return found
+        by_name = dict(zip(back, args, strict=True))
+        back_ways: list[Way] = []
+        for of_results, of_tensors in ways(*(by_name.get(a, by_name.get(f"d_{a}")) for a in taken)):
+            placements = dict(zip((*tensors, *results), (*of_tensors, *of_results), strict=True))
+            grads = [gradient(placements[a], by_name.get(f"need_{a}", True)) for a in graded]
+            placements |= zip(upstream, (REPLICATE if p == PARTIAL else p for p in of_results), strict=False)
+            back_ways.append((grads, [None if by_name[a] is None else placements[a] for a in back if a in placements]))
+        return back_ways
 
     def direct(function: Callable[..., Any]) -> Callable[..., Any]:
         return replayed(function, bound.get("state")) if bound.get("replay") else function
@@ -112,9 +112,9 @@ def operator(
     backward_op = register(f"{registered or name}_backward", direct(backward), ways_back, len(needs))
 
     def like_arguments(*args: Any) -> Any:
-        given = zip((args[back.index(a)] for a in graded), args[-len(needs) :] if needs else of, strict=True)
-        found = [t.new_empty(t.shape) if need and t is not None else None for t, need in given]
-        return found[0] if len(of) == 1 else tuple(found)
+        pairs = zip((args[back.index(a)] for a in graded), args[-len(needs) :] if needs else of, strict=True)
+        gradients = [t.new_empty(t.shape) if need and t is not None else None for t, need in pairs]
+        return gradients[0] if len(of) == 1 else tuple(gradients)
 
     register_fake(backward_op)(fake_back or like_arguments)
 

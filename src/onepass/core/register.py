@@ -22,15 +22,15 @@ NAMESPACE = __name__.partition(".")[0]
 _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def filled(found: Iterable[Tensor | None], args: Iterable[Any]) -> tuple[Tensor, ...]:
-    """Return the tensors, with an empty one for None, which an operator cannot return: like the first of `args`."""
-    several = (a if isinstance(a, (list, tuple)) else (a,) for a in args)
-    like: Any = next((t for some in several for t in some if isinstance(t, Tensor)), None)
-    return tuple(like.new_empty(0) if t is None else t for t in found)
+def filled(results: Iterable[Tensor | None], args: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Return the results with an empty tensor for each None, which no operator can return: like the first of `args`."""
+    groups = (a if isinstance(a, (list, tuple)) else (a,) for a in args)
+    first_tensor: Any = next((t for group in groups for t in group if isinstance(t, Tensor)), None)
+    return tuple(first_tensor.new_empty(0) if t is None else t for t in results)
 
 
 def there(t: Tensor | None) -> Tensor | None:
-    """Return None for the empty tensor that stands for it."""
+    """Return None if t is the empty tensor that stands for None, else t."""
     return None if t is None or (t.dim() == 1 and t.shape[0] == 0) else t
 
 
@@ -40,12 +40,12 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def flat(value: Any) -> list[Any]:
-    """Return the items of a tuple or list, and those of one inside, one after the other; another value by itself."""
-    return [one for item in value for one in flat(item)] if isinstance(value, (tuple, list)) else [value]
+    """Return the items of a tuple or list, nested ones flattened; any other value as the only item."""
+    return [leaf for item in value for leaf in flat(item)] if isinstance(value, (tuple, list)) else [value]
 
 
 def gathered(kind: Any, items: Iterator[Any]) -> Any:
-    """Return the value of this type from what `flat` made of it."""
+    """Rebuild a value of this type from the items that `flat` made of it."""
     fields = _fields(kind)
     return next(items) if fields is None else kind(*(gathered(of, items) for of in fields.values()))
 
@@ -69,16 +69,16 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None, 
     """
     signature = inspect.signature(function, eval_str=True)
     required = [p for p in signature.parameters.values() if p.default is p.empty]
-    several = get_args(signature.return_annotation)
-    may_be_none = bool(results) or any(kind != Tensor for kind in several)
-    results = results or len(several)
+    result_types = get_args(signature.return_annotation)
+    may_be_none = bool(results) or any(kind != Tensor for kind in result_types)
+    results = results or len(result_types)
 
     def prototype() -> None: ...
 
     def run(*args: Any) -> Any:
         items = iter(args)
-        found = function(*(gathered(p.annotation, items) for p in required)) if grouped else function(*args)
-        return filled(found, args) if may_be_none and [t for t in found if t is None] else found
+        outputs = function(*(gathered(p.annotation, items) for p in required)) if grouped else function(*args)
+        return filled(outputs, args) if may_be_none and [t for t in outputs if t is None] else outputs
 
     parameters = [p.replace(name=n, annotation=t) for p in required for n, t in _leaves(p.name, p.annotation)]
     grouped = len(parameters) > len(required)
@@ -99,8 +99,8 @@ def register_fake(op: Any) -> Callable[[F], F]:
         @wraps(function)
         def fake(*args: Any) -> Any:
             register_rules()
-            found = function(*args)
-            return filled(found, args) if isinstance(found, tuple) else found
+            outputs = function(*args)
+            return filled(outputs, args) if isinstance(outputs, tuple) else outputs
 
         torch.library.register_fake(op, fake, lib=_LIBRARY)
         return function

@@ -42,8 +42,8 @@ def register_rules() -> None:
     while _waiting:
         op = _waiting.pop()
         register_sharding(op)(_ways(op, rules[op]))
-        # torch caches the choice of a way by the arguments from the first int on. That would mix up calls that differ
-        # in a bool or in an absent tensor only, so make all arguments part of the key
+        # torch caches the chosen way by the arguments from the first int on: calls that differ only in a bool or an
+        # absent tensor would share it. So all arguments become part of the key
         dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = 0
 
 
@@ -58,15 +58,15 @@ def _ways(op: Any, rule: Rule) -> Callable[..., list[tuple[list[Any], list[Any]]
         return Shard(p) if isinstance(p, int) else Partial() if p == PARTIAL else Replicate()
 
     def ways(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-        whole = [REPLICATE] * n_results, [REPLICATE] * sum(is_tensor)
-        found = []
-        for results, tensors in (whole, *rule(*args)):
-            given = iter(tensors)
-            wanted = [next(given) if yes else None for yes in is_tensor]
-            # an absent tensor has no placement, in every way alike
-            inputs = [None if arg is None or p is None else placement(p) for arg, p in zip(args, wanted, strict=True)]
-            found.append(([placement(p) for p in results], inputs))
-        return found
+        unsharded = [REPLICATE] * n_results, [REPLICATE] * sum(is_tensor)
+        accepted = []
+        for results, tensors in (unsharded, *rule(*args)):
+            placed = iter(tensors)
+            in_order = [next(placed) if flag else None for flag in is_tensor]
+            # an absent tensor has no placement, whatever the way
+            inputs = [None if arg is None or p is None else placement(p) for arg, p in zip(args, in_order, strict=True)]
+            accepted.append(([placement(p) for p in results], inputs))
+        return accepted
 
     return ways
 
@@ -74,7 +74,7 @@ def _ways(op: Any, rule: Rule) -> Callable[..., list[tuple[list[Any], list[Any]]
 def row_dims(x: Any) -> list[int]:
     """Return the dimensions of x (..., n) along which an operator on rows may be sharded: all but the last.
 
-    With the last one sharded, only those that are sharded too: then rows are gathered, instead of exchanged between
+    If the last one is sharded, only those that are sharded as well: rows are then gathered, not exchanged between
     devices, and the results have the same bits as on one device.
     """
     last, dims = x.ndim - 1, [getattr(p, "dim", None) for p in getattr(x, "placements", ())]
@@ -85,8 +85,8 @@ def beside(t: Any, ndim: int, d: int) -> Placement:
     """Return how t, broadcast to `ndim` dimensions, is placed beside tensors that are sharded along dimension d."""
     if t is None:
         return None
-    own = d - (ndim - t.ndim)
-    return own if own >= 0 and t.shape[own] != 1 else REPLICATE
+    dim = d - (ndim - t.ndim)
+    return dim if dim >= 0 and t.shape[dim] != 1 else REPLICATE
 
 
 def gradient(placed: Placement, needed: bool) -> Placement:

@@ -15,7 +15,7 @@ def row_sum(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n <= BLOCK or x.is_cuda:
         return x.sum(-1, keepdim=True)
-    whole = n - n % BLOCK
-    sums = x[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
-    sums = sums if whole == n else torch.cat((sums, x[..., whole:].sum(-1, keepdim=True)), -1)
+    n_whole = n - n % BLOCK
+    sums = x[..., :n_whole].unflatten(-1, (-1, BLOCK)).sum(-1)  # type: ignore[no-untyped-call]
+    sums = sums if n_whole == n else torch.cat((sums, x[..., n_whole:].sum(-1, keepdim=True)), -1)
     return sums.sum(-1, keepdim=True)

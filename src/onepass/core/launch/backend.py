@@ -41,8 +41,8 @@ def path(x: Tensor) -> tuple[str, str]:
 
 def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether tensors like these go to the Triton kernels: `path` without its reason, for every call."""
-    # the interpreter reads memory
-    there = x.is_cuda or (INTERPRET and not is_fake(x))
-    if not there or x.dtype == torch.float64 or BACKEND == "torch" or not triton_installed():
+    # a fake tensor has no memory for the interpreter to read
+    has_kernels = x.is_cuda or (INTERPRET and not is_fake(x))
+    if not has_kernels or x.dtype == torch.float64 or BACKEND == "torch" or not triton_installed():
         return False
     return not others or not [t for t in others if t is not None and t.dtype == torch.float64]

@@ -38,12 +38,12 @@ def launch_arguments(
     grid: Sequence[T], stream: T, head: Sequence[T], pointers: Sequence[T], scalars: Sequence[T], packed: bool
 ) -> tuple[T | tuple[T, ...], ...]:
     """Return a launch's values, or their names in a replay's program, in the order of Triton's launchers."""
-    own = (*pointers, *scalars)
-    return (*grid, stream, *head, own) if packed else (*grid, stream, *head, *own)
+    kernel_arguments = (*pointers, *scalars)
+    return (*grid, stream, *head, kernel_arguments) if packed else (*grid, stream, *head, *kernel_arguments)
 
 
 class _Recording(threading.local):
-    # its `launched` gets each launch of a compiled kernel, its `refuse` each that can't be replayed
+    # each launch of a compiled kernel calls its `launched`, each other launch its `refuse`
     listener: Any = None
 
 
@@ -133,8 +133,8 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
     from triton.runtime import driver
 
     hooks = knobs.runtime
-    known = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
-    if known and hasattr(hooks.launch_enter_hook, "calls") and hasattr(hooks.launch_exit_hook, "calls"):
+    has_attributes = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+    if has_attributes and hasattr(hooks.launch_enter_hook, "calls") and hasattr(hooks.launch_exit_hook, "calls"):
         run, head, packed = _c_function(compiled)
         active = driver.active
         get_device = getattr(torch._C, "_cuda_getDevice", active.get_current_device)
@@ -154,8 +154,8 @@ def _c_function(compiled: Any) -> tuple[Any, tuple[Any, ...], bool]:
     if version == "3.6":
         return run.launch, (*options, None, None, compiled.packed_metadata, None, None, None), False
     # metadata and hooks of the launch, scratch memory of kernel and profiler
-    nothing = (None, None, None, None, None)
-    head = (*options, compiled.packed_metadata, *nothing, run.arg_annotations, run.kernel_signature)
+    unused = (None, None, None, None, None)
+    head = (*options, compiled.packed_metadata, *unused, run.arg_annotations, run.kernel_signature)
     return run.launch, head, True
 
 
@@ -164,7 +164,7 @@ def _launcher_version(launcher: Any) -> str | None:
     from triton import __version__
 
     version = ".".join(__version__.split(".")[:2])
-    known = (
+    is_plain = (
         version in ("3.6", "3.7", "3.8", "3.9")
         and type(launcher).__name__ == "CudaLauncher"
         # no tensor descriptors to unpack, no memory to allocate, no sanitizer
@@ -172,4 +172,4 @@ def _launcher_version(launcher: Any) -> str | None:
         and launcher.global_scratch_size == launcher.profile_scratch_size == 0
         and not getattr(launcher, "gsan_enabled", False)
     )
-    return version if known else None
+    return version if is_plain else None

@@ -29,7 +29,7 @@ REPLAY = check.setting("ONEPASS_REPLAY", "1", "0") == "1"
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 _ZEROS = (_aten.zeros.default, _aten.new_zeros.default)
-# these compute dtypes and read no tensor, so a replay may skip them
+# these only compute dtypes and read no tensor: a replay may skip them
 _QUESTIONS = (_aten.promote_types.default,)
 # layouts remembered per operator; a program with more of them rarely repeats one
 _MAX_PLANS = 4096
@@ -60,7 +60,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr()}
         self.starts = {a.data_ptr(): i for i, a in tensors.items()}
         self.extents = sorted(map(_extent, tensors.values()))
-        # where arguments overlap, as parts of a packed projection do, only their first bytes tell them apart
+        # arguments that overlap, as parts of a packed projection do, are told apart by their first bytes only
         self.overlapping = any(start < end for (_, end), (start, _) in pairwise(self.extents))
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
@@ -108,9 +108,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if self.overlapping and tensor.data_ptr() in self.starts:
             return self.starts[tensor.data_ptr()], 0
-        for index, known in enumerate(self.pool):
-            if isinstance(known, Tensor) and known.data_ptr():
-                start, end = _extent(known)
+        for index, owner in enumerate(self.pool):
+            if isinstance(owner, Tensor) and owner.data_ptr():
+                start, end = _extent(owner)
                 if start <= tensor.data_ptr() < end:
                     return index, tensor.data_ptr() - start
         self.replayable = False
@@ -126,19 +126,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outs.append(index)
         return _plan(self, outs, isinstance(out, tuple)) if self.replayable and self.launches else None
 
-    def _allocated_as(self, t: Tensor, others: list[int | None]) -> int | None:
-        """Return the index of the allocation that t is, or all of which t views; None: there is none.
+    def _allocated_as(self, t: Tensor, taken: list[int | None]) -> int | None:
+        """Return the index of the allocation that t is, or that t views as a whole; None if there is none.
 
-        A replay allocates in the shape that the call returns, which costs nothing, where a view costs the host 5 µs.
+        A replay allocates in the shape that the call returns: this costs nothing, a view costs the host 5 µs.
         """
         index, offset = self._place(t) or (-1, 0)
         if index < self.n_args or offset:
             return None
-        known = self.pool[index]
-        if _layouts((t,)) == _layouts((known,)):
+        owner = self.pool[index]
+        if _layouts((t,)) == _layouts((owner,)):
             return index
-        whole = t.numel() == known.numel() and t.dtype == known.dtype and t.is_contiguous() and known.is_contiguous()
-        if not whole or index in others:
+        whole = t.numel() == owner.numel() and t.dtype == owner.dtype and t.is_contiguous() and owner.is_contiguous()
+        if not whole or index in taken:
             return None
         make, _ = self.allocations[index - self.n_args]
         self.allocations[index - self.n_args] = make, (tuple(t.shape), t.stride(), t.dtype)
@@ -167,9 +167,9 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
 
     def named(*values: Any) -> list[str]:
         """Return new names for these values in the program."""
-        new = {f"c{len(names) + i}": value for i, value in enumerate(values)}
-        names.update(new)
-        return list(new)
+        by_name = {f"c{len(names) + i}": value for i, value in enumerate(values)}
+        names.update(by_name)
+        return list(by_name)
 
     def address(place: Place | None) -> str:
         if place is None:
@@ -190,10 +190,10 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
         run, *head = named(entry.run, *entry.head)
         pointers = list(map(address, tensors))
         arguments = launch_arguments(named(*grid), "stream", head, pointers, named(*scalars), entry.packed)
-        written = [a if isinstance(a, str) else f"({', '.join(a)},)" for a in arguments]
-        lines.append(f"{run}({', '.join(written)})")
-    made = ["None" if place is None else f"t{place}" for place in outs]
-    lines.append("return " + "".join(f"{t}, " if several else t for t in made))
+        texts = [a if isinstance(a, str) else f"({', '.join(a)},)" for a in arguments]
+        lines.append(f"{run}({', '.join(texts)})")
+    outputs = ["None" if place is None else f"t{place}" for place in outs]
+    lines.append("return " + "".join(f"{t}, " if several else t for t in outputs))
     exec(_code("\n    ".join(lines)), names)
     return names["replay"]  # type: ignore[no-any-return]
 
@@ -203,7 +203,7 @@ def _on_gpu(x: Any) -> bool:
 
 
 def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key of a call: all that its launches depend on, so not the values in its tensors."""
+    """Return the key of a call: all that its launches depend on, which the values in its tensors are not."""
     return tuple(
         [
             # a contiguous tensor's shape gives its strides; `is_contiguous` is faster than `stride`
@@ -229,7 +229,7 @@ def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = Non
     if not REPLAY:
         return function
     plans: dict[tuple[Any, ...], Plan] = {}
-    seen: dict[tuple[Any, ...], int] = {}
+    n_calls: dict[tuple[Any, ...], int] = {}
 
     def record(key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         recorder = _Recorder(args)
@@ -253,18 +253,18 @@ def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = Non
         if plan is not None:
             out = plan(args)
             return function(*args) if out is NotImplemented else out
-        if len(seen) >= _MAX_PLANS and key not in seen:
-            seen.clear()
+        if len(n_calls) >= _MAX_PLANS and key not in n_calls:
+            n_calls.clear()
             plans.clear()
         # record the second call; if that gave no plan, also the third, the fifth, the ninth, …: the cause
         # (a profiler, a misaligned tensor, a first compilation) may be gone by then
-        times = seen.get(key, 0)
+        times = n_calls.get(key, 0)
         due = times > 0 and not times & (times - 1)
         starts = [a.data_ptr() for a in args if due and isinstance(a, Tensor) and a.data_ptr()]
         if len(set(starts)) < len(starts):
             # two arguments share an address: don't record this call; others of this layout may have theirs apart
             return function(*args)
-        seen[key] = times + 1
+        n_calls[key] = times + 1
         if not due:
             return function(*args)
         # a program that compiles must not trace the recorder

@@ -15,7 +15,7 @@ from onepass.core.launch import as_rows
 
 # largest finite fp32 number
 LARGEST = torch.finfo(torch.float32).max
-# entries of a definition's rows that are computed at a time
+# entries of rows that a definition computes at a time
 AT_ONCE = 1 << 14
 # most vectors of one call
 MAX_VECTORS = 16
@@ -31,7 +31,7 @@ def rows(op: str, name: str, value: Tensor) -> None:
 def along(
     op: str, dim: Any, scores: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
-    """Return scores and their mask with dimension `dim` last, and what puts it back in a result.
+    """Return scores and their mask with dimension `dim` last, and a function that moves it back in a result.
 
     A 0-d tensor is a row of one.
     """
@@ -66,7 +66,7 @@ def result_dtype(op: str, name: str, value: object) -> None:
 
 
 def boolean(op: str, mask: object, meaning: str) -> None:
-    """Raise TypeError unless the mask is a bool tensor; say how to make one of the masks that others use."""
+    """Raise TypeError unless the mask is a bool tensor; say how to convert the masks of other libraries."""
     check.tensor(op, "mask", mask)
     dtype = mask.dtype  # type: ignore[attr-defined]
     if dtype == torch.bool:
@@ -143,7 +143,7 @@ def split(value: Tensor | float) -> tuple[Tensor | None, float]:
 
 
 def split_count(value: Tensor | float, like: Tensor) -> tuple[Tensor | None, float]:
-    """`split` for a k, which may follow from a symbolic shape and is a tensor then.
+    """`split` for a k; one that follows from a symbolic shape becomes a tensor.
 
     As a number it would bind the compiled program to one length.
     """
@@ -157,7 +157,7 @@ def _symbolic(value: Any) -> bool:
         return False
     if not (torch.compiler.is_compiling() or isinstance(value, (torch.SymInt, torch.SymFloat))):
         return False
-    # loads sympy, which a program that compiles has loaded
+    # this loads sympy, which a program that compiles has loaded already
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not has_static_value(value)
@@ -204,9 +204,9 @@ def column(value: Tensor | None, number: float, rows: Tensor) -> Tensor:
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return what `function` returns for rows of these tensors, (R, …) each: computed of some rows at a time.
+    """Return what `function` returns for rows of these tensors, (R, …) each, computed for some rows at a time.
 
-    They stay in the caches meanwhile; on a GPU it is all rows, as each part would cost launches.
+    These stay in the caches meanwhile; on a GPU it computes all rows at once, as each part would cost launches.
     """
     height = max(1, AT_ONCE // max(1, tensors[0].shape[-1]))
     if tensors[0].is_cuda or len(tensors[0]) <= height:

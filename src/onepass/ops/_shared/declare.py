@@ -28,11 +28,11 @@ class Role(NamedTuple):
     flat: str = "{a}"
     # its gradient from the kernels' d_{a}, in its shape; empty: it has none
     shaped: str = ""
-    # its placement next to rows, of so many dimensions, that are sharded along a dimension; None: not a tensor
+    # (tensor, dimensions of the rows, sharded dimension) → its placement beside them; None: not a tensor
     placed: Callable[[Any, int, int], Placement] | None = None
-    # per row: what is given as a tensor or None and a number
+    # per row: code that gives a tensor or None, and a number
     split: str = ""
-    # columns are added up: the result is linear in them, and a shard of columns gives a part of a sum
+    # columns are added up, so a shard of columns gives a part of the sum
     summed: bool = False
 
 
@@ -61,7 +61,7 @@ MASK = Role(Tensor | None, "_mask({op!r}, {a}, {rows})", "_mask_rows({a}, {rows}
 RESULT_DTYPE = Role(torch.dtype | None, "_result_dtype({op!r}, {a!r}, {a})")
 
 
-# written out for the operator's arguments, as that of `core.operator`
+# filled in for the operator's arguments, as the program of `core.operator` is
 _PROGRAM = """
 def check({given}):
     {checks}
@@ -110,15 +110,15 @@ def declare(
     options = [a for a in roles if a not in tensors]
     numbers = [*(f"{a}_value" for a in per_row), *options]
     taken, needs = [*tensors, *numbers], [f"need_{a}" for a in graded]
-    kept = [] if state is None else ["state"]
+    states = [] if state is None else ["state"]
 
     def code(part: str) -> dict[str, str]:
         return {a: getattr(role, part).format(a=a, rows=rows, op=name) for a, role in roles.items()}
 
-    flat, shaped, back = code("flat"), code("shaped"), [*tensors, *kept, *numbers, *needs]
+    flat, shaped, back = code("flat"), code("shaped"), [*tensors, *states, *numbers, *needs]
     lists = {
         "given": roles, "taken": taken, "flat": [*map(flat.get, tensors), *numbers], "back": back,
-        "flat_back": [*map(flat.get, tensors), *(f"{k}.contiguous()" for k in kept), *numbers, *needs],
+        "flat_back": [*map(flat.get, tensors), *(f"{k}.contiguous()" for k in states), *numbers, *needs],
         "grads": [f"d_{a}" for a in graded], "shaped": map(shaped.get, graded),
         "as_given": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
     }  # fmt: skip
@@ -130,7 +130,7 @@ def declare(
     forward, backward = names["forward"], names["backward"]
     types = {a: roles[a].type if a in roles else float for a in taken}
     types |= {"gy": Tensor, "state": Tensor, **dict.fromkeys(needs, bool)}
-    forward.__annotations__ = {a: types[a] for a in taken} | {"return": tuple[Tensor, Tensor] if kept else Tensor}
+    forward.__annotations__ = {a: types[a] for a in taken} | {"return": tuple[Tensor, Tensor] if states else Tensor}
     backward.__annotations__ = {a: types[a] for a in ("gy", *back)} | {"return": tuple[Tensor | None, ...]}
 
     def fake(like: Tensor, *rest: Any) -> Any:
@@ -142,23 +142,23 @@ def declare(
         return y, like.new_empty((*like.shape[:-1], width), dtype=arguments.accumulator(like))
 
     def ways(*args: Any) -> list[Way]:
-        given = dict(zip(tensors, args, strict=False))
+        by_name = dict(zip(tensors, args, strict=False))
         ndim, summed = args[0].ndim, roles[rows].summed
-        found: list[Way] = [
-            ((d,) * (1 + len(kept)), [roles[a].placed(t, ndim, d) for a, t in given.items()])  # type: ignore[misc]
+        accepted: list[Way] = [
+            ((d,) * (1 + len(states)), [roles[a].placed(t, ndim, d) for a, t in by_name.items()])  # type: ignore[misc]
             for d in (range(ndim - 1) if summed else row_dims(args[0]))
         ]
         if summed:
             # the columns of rows and vectors, or the vectors, may be sharded as well
-            found.append(((PARTIAL,), [t.ndim - 1 for t in given.values()]))
+            accepted.append(((PARTIAL,), [t.ndim - 1 for t in by_name.values()]))
             if args[1].ndim == 2:
-                found.append(((ndim - 1,), (REPLICATE, 0)))
-        return found
+                accepted.append(((ndim - 1,), (REPLICATE, 0)))
+        return accepted
 
-    # what is per row is checked as it is given
+    # arguments per row are checked before they are split
     checks = {"check_fake": names["check_taken"]} if per_row else {"check": names["check"]}
     bound, forward_op, backward_op = operator(
-        name, forward, backward, ("y", *kept), fake=fake, ways=ways, **checks, replay=replay,
+        name, forward, backward, ("y", *states), fake=fake, ways=ways, **checks, replay=replay,
         rows=True,
     )  # fmt: skip
     names["bound"] = bound

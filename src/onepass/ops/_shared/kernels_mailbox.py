@@ -32,12 +32,12 @@ def publish(ptr, first, second, phase):
 def poll(ptr, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
     """Return what each member published in this phase, 0 beyond the team; give up after PATIENCE polls."""
     ptrs = ptr + tl.arange(0, WIDTH)
-    here = tl.arange(0, WIDTH) < TEAM
+    is_member = tl.arange(0, WIDTH) < TEAM
     negative = (phase // 2) % 2 == 0
-    slots = tl.load(ptrs, mask=here, other=0, volatile=True)
+    slots = tl.load(ptrs, mask=is_member, other=0, volatile=True)
     tries = 0
-    while (tl.min((((slots < 0) == negative) | (here == 0)).to(tl.int32), 0) == 0) & (tries < PATIENCE):
-        slots = tl.load(ptrs, mask=here, other=0, volatile=True)
+    while (tl.min((((slots < 0) == negative) | (is_member == 0)).to(tl.int32), 0) == 0) & (tries < PATIENCE):
+        slots = tl.load(ptrs, mask=is_member, other=0, volatile=True)
         tries += 1
     first = slots.to(tl.int32).to(tl.float32, bitcast=True)
     second = ((slots >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -52,11 +52,11 @@ def add_ready(a0, b0, ready0, a1, b1, ready1):
 @triton.jit
 def poll_sums(ptr, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
     """Return both sums of what members have published, and whether all have: one exchange between the warps."""
-    here = tl.arange(0, WIDTH) < TEAM
-    slots = tl.load(ptr + tl.arange(0, WIDTH), mask=here, other=0, volatile=True)
+    is_member = tl.arange(0, WIDTH) < TEAM
+    slots = tl.load(ptr + tl.arange(0, WIDTH), mask=is_member, other=0, volatile=True)
     first = slots.to(tl.int32).to(tl.float32, bitcast=True)
     second = ((slots >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    ready = (((slots < 0) == ((phase // 2) % 2 == 0)) | (here == 0)).to(tl.int32)
+    ready = (((slots < 0) == ((phase // 2) % 2 == 0)) | (is_member == 0)).to(tl.int32)
     return tl.reduce((first, second, ready), 0, add_ready)
 
 

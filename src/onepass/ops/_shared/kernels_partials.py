@@ -37,8 +37,8 @@ def partials_kernel(
 def add_partials(partials: Tensor, out: Tensor, unit: int) -> None:
     """Fill out (n,) with the sums over the rows of partials (n_partials, n), fp32, contiguous; `unit` ≤ 16 divides n.
 
-    Where n follows from a model, pass its largest such power of two: the compiler then knows how rows are aligned.
-    Where n changes from call to call, pass 1: each other number is another compilation.
+    If a model fixes n, pass the largest such power of two: the compiler then knows how rows are aligned. If n changes
+    from call to call, pass 1: every other unit is another compilation.
     """
     n_partials, n = partials.shape[0], out.numel()
     block_p = min(256, next_power_of_2(n_partials))
@@ -66,10 +66,10 @@ def vector_partials_kernel(
     if WAITS:
         gdc_wait()
     COLUMNS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
-    which = tl.program_id(1)
+    vector = tl.program_id(1)
     entry = (tl.program_id(0) // COLUMNS).to(tl.int64)
     cols = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
-    partials_ptr += (which * n_entries + entry) * n_partials * N_COLS
+    partials_ptr += (vector * n_entries + entry) * n_partials * N_COLS
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, n_partials, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
@@ -78,7 +78,7 @@ def vector_partials_kernel(
     result = tl.sum(total, 0)
     out = entry * N_COLS + cols
     if dw_ptr is not None and db_ptr is not None:
-        if which == 0:
+        if vector == 0:
             tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
         else:
             tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)

@@ -14,9 +14,9 @@ WARPS = 4
 
 
 @triton.jit
-def named(index_ptr, at, inside, n):
+def named(index_ptr, offsets, inside, n):
     """Load indices; return them, and which of them are in [0, n)."""
-    index = tl.load(index_ptr + at, mask=inside, other=-1)
+    index = tl.load(index_ptr + offsets, mask=inside, other=-1)
     return index, (index >= 0) & (index < n)
 
 
