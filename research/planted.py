@@ -28,7 +28,7 @@ from onepass.nn import RoutedFeedForward, RouterOutput
 from onepass.optim import Lion
 from onepass.train.captured import Gradients
 from onepass.train.commands import files
-from onepass.train.commands.errors import told
+from onepass.train.commands.errors import doing
 from onepass.train.commands.options import number
 from onepass.train.model import pick_device
 from onepass.train.progress import say
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(pick_device(args.device))
     size = SIZES[args.size or ("full" if device.type == "cuda" else "small")]
     size = replace(size, start=args.start, steps=args.steps or size.steps)
-    with told(f"use {args.out}"):
+    with doing(f"use {args.out}"):
         args.out.mkdir(parents=True, exist_ok=True)
     for seed, arm in itertools.product(dict.fromkeys(args.seed or range(5)), dict.fromkeys(args.arm or ARMS)):
         path = args.out / f"planted-{args.start}.{arm}.{seed}.json"

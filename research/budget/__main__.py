@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.__main__ import Parser, run_command
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 from onepass.train.commands.options import number
 from onepass.train.model import pick_device
 
@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> int:
     asked += runs.read_list(args.list) if args.list else []
     if not asked:
         raise UserError('there is no run to train; give some, as in --run "family=dense width=256,512", or --list FILE')
-    with told(f"use {args.out}"):
+    with doing(f"use {args.out}"):
         args.out.mkdir(parents=True, exist_ok=True)
     read = text.read(args.text, torch.device(pick_device(args.device)))
     failed = False

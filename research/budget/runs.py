@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 
 Record = dict[str, Any]
 # the options that each family has beside `COMMON`
@@ -143,7 +143,7 @@ def parse(line: str) -> list[Run]:
 def read_list(path: Path) -> list[Run]:
     """Read a file with runs in every line; # begins a comment."""
     try:
-        with told(f"read {path}"):
+        with doing(f"read {path}"):
             lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is no list of runs: it is not UTF-8") from None

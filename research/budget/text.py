@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.train import data
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 
 
 class Text(NamedTuple):
@@ -29,7 +29,7 @@ def write(folder: Path, out: Path) -> str:
     """
     found = data.load([str(folder)])
     head = {"digest": found.digest, "training": len(found.training), "validation": len(found.validation)}
-    with told(f"write {out}"), _open(out, "wb") as file:
+    with doing(f"write {out}"), _open(out, "wb") as file:
         file.write(json.dumps(head).encode() + b"\n")
         file.write(found.training.tobytes())
         file.write(found.validation.tobytes())
@@ -39,7 +39,7 @@ def write(folder: Path, out: Path) -> str:
 def read(path: Path, device: torch.device) -> Text:
     """Read what `write` wrote."""
     try:
-        with told(f"read {path}"), _open(path, "rb") as file:
+        with doing(f"read {path}"), _open(path, "rb") as file:
             head = json.loads(file.readline(1000))
             content = bytearray(file.read())
         training, validation = int(head["training"]), int(head["validation"])

@@ -13,11 +13,11 @@ def absent(module: str, names: Sequence[str], instead: Mapping[str, str]) -> Non
     Names in `instead` raise an ImportError, because `from … import` drops the message of an AttributeError. All others
     raise the AttributeError that `hasattr` expects. Where the module defined it, a type checker would accept any name.
     """
-    has = f"it has {', '.join(names)}"
+    offered = f"it has {', '.join(names)}"
 
-    def of(name: str) -> Any:
+    def missing(name: str) -> Any:
         if name in instead:
-            raise ImportError(f"{module} has no {name}: use {instead[name]}; {has}", name=module)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}; {has}")
+            raise ImportError(f"{module} has no {name}: use {instead[name]}; {offered}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; {offered}")
 
-    vars(sys.modules[module])["__getattr__"] = of
+    vars(sys.modules[module])["__getattr__"] = missing

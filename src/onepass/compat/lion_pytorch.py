@@ -57,7 +57,7 @@ class Lion(_Lion):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.defaults["decouple_lr"]:
-            # as there, divide by the constructor's lr, even if a scheduler such as OneCycleLR sets max_lr
+            # as lion-pytorch does, divide by the constructor's lr, even if a scheduler such as OneCycleLR sets max_lr
             param_group.setdefault("peak_lr", float(self.defaults["lr"]))
             param_group["keep_peak_lr"] = True
         super().add_param_group(param_group)

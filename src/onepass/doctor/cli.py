@@ -54,12 +54,12 @@ def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
         except Exception as error:
             problems.append(f"onepass.ops.{folder} does not import: {one_line(error)}")
     checks: list[Iterator[Check]] = []
-    for found in devices:
-        dtypes = (torch.float32, torch.bfloat16) if found.device.type == "cuda" else (torch.float32,)
+    for facts in devices:
+        dtypes = (torch.float32, torch.bfloat16) if facts.device.type == "cuda" else (torch.float32,)
         for dtype in dtypes:
-            checks += [spec_checks(s, found.device, dtype) for s in specs]
+            checks += [spec_checks(s, facts.device, dtype) for s in specs]
             if importlib.util.find_spec("onepass.ops.lion") is not None:
-                checks.append(lion_checks(found.device, dtype))
+                checks.append(lion_checks(facts.device, dtype))
     return checks, problems
 
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started=started)
     if _is_terminal():
         print("\r\x1b[K", end="")
-    problems += [line for v in verdicts for line in report.told(v)]
+    problems += [line for v in verdicts for line in report.problem_lines(v)]
     print("paste this into a bug report:")
     print("```")
     for line in report.block(versions, devices, settings(), verdicts, problems, facts.advice(versions)).splitlines():

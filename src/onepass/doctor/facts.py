@@ -9,7 +9,7 @@ import torch
 
 from onepass.core.about import cpu_name, one_line
 
-# oldest supported versions; older ones are not tested
+# oldest supported versions: the oldest that tests run with
 LEAST = {"torch": (2, 11), "triton": (3, 6)}
 
 
@@ -24,13 +24,13 @@ class Device:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Parse a version: "2.11.0+cu130" → (2, 11, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(n) for n in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in match[0].split(".")) if match else ()
 
 
 def devices() -> tuple[list[Device], list[str]]:
     """Return the CPU and every usable CUDA device, and a line for each device that torch counts but can't use."""
-    found = [Device(torch.device("cpu"), cpu_name(), f"torch uses {torch.get_num_threads()} threads")]
+    usable = [Device(torch.device("cpu"), cpu_name(), f"torch uses {torch.get_num_threads()} threads")]
     unusable = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
@@ -44,19 +44,19 @@ def devices() -> tuple[list[Device], list[str]]:
             f"{about.multi_processor_count} SMs, {about.total_memory / 2**30:.0f} GiB, "
             f"capability {about.major}.{about.minor}"
         )
-        found.append(Device(device, about.name, details))
-    return found, unusable
+        usable.append(Device(device, about.name, details))
+    return usable, unusable
 
 
 def problems(versions: dict[str, str | None]) -> list[str]:
     """Return a line for each installed version that is too old."""
-    found = []
+    lines = []
     for name, least in LEAST.items():
         version = versions.get(name)
-        wanted = ".".join(map(str, least))
+        oldest = ".".join(map(str, least))
         if version is not None and numbers(version) < least:
-            found.append(f"{name} {version} is older than {wanted}: pip install --upgrade {name}")
-    return found
+            lines.append(f"{name} {version} is older than {oldest}: pip install --upgrade {name}")
+    return lines
 
 
 OLDEST = (8, 0)  # compute capability that the kernels are written for
@@ -64,18 +64,18 @@ OLDEST = (8, 0)  # compute capability that the kernels are written for
 
 def advice(versions: dict[str, str | None]) -> list[str]:
     """Return a line for each thing that works but could be faster."""
-    found = []
+    lines = []
     if torch.cuda.is_available() and versions.get("triton") is None:
-        found.append("Triton is not installed: CUDA tensors take the slower torch path (pip install triton)")
+        lines.append("Triton is not installed: CUDA tensors take the slower torch path (pip install triton)")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
         if torch.version.hip is None and capability < OLDEST:
-            wanted, has = (f"{major}.{minor}" for major, minor in (OLDEST, capability))
-            found.append(
-                f"cuda:{index} has compute capability {has}: the kernels are written for {wanted} and newer; if one "
+            oldest, actual = (f"{major}.{minor}" for major, minor in (OLDEST, capability))
+            lines.append(
+                f"cuda:{index} has compute capability {actual}: the kernels are written for {oldest} and newer; if one "
                 "fails, ONEPASS_BACKEND=torch takes plain torch operations"
             )
     if not torch.cuda.is_available() and versions.get("driver") is not None:
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch can't use it"
-        found.append(f"there is an NVIDIA driver ({versions['driver']}), but {reason}")
-    return found
+        lines.append(f"there is an NVIDIA driver ({versions['driver']}), but {reason}")
+    return lines

@@ -47,7 +47,7 @@ def outcome(verdict: Verdict) -> str:
     return f"ok in {tried}, error up to {100 * verdict.worst:.0f} % of the tolerance"
 
 
-def told(verdict: Verdict) -> list[str]:
+def problem_lines(verdict: Verdict) -> list[str]:
     """Return a line per problem of a self-test, with operator, device and dtype."""
     where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
     return [f"{where}: {problem}" for problem in verdict.problems]

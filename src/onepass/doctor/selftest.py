@@ -101,19 +101,19 @@ def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     """Return the largest error of values and gradients over its tolerance; raise if shapes or gradients don't match."""
     rtol, atol = spec.tolerances[dtype]
     outs, grads = _run(spec.op, sample, dtype)
-    wanted, wanted_grads = _run(spec.reference, _float64(sample), dtype)
-    if len(outs) != len(wanted):
-        raise ValueError(f"{len(outs)} results, expected {len(wanted)}")
-    worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, wanted, strict=True)), default=0.0)
-    for key, want in wanted_grads.items():
+    expected, expected_grads = _run(spec.reference, _float64(sample), dtype)
+    if len(outs) != len(expected):
+        raise ValueError(f"{len(outs)} results, expected {len(expected)}")
+    worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, expected, strict=True)), default=0.0)
+    for key, expected_grad in expected_grads.items():
         grad = grads[key]
-        if want is None or grad is None:
-            if any(g is not None and bool(g.any()) for g in (want, grad)):
+        if expected_grad is None or grad is None:
+            if any(g is not None and bool(g.any()) for g in (expected_grad, grad)):
                 raise ValueError(f"gradient of argument {key} is {'missing' if grad is None else 'not zero'}")
             continue
-        # gradients that are sums over rows round relative to their largest entry
-        scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
-        worst = max(worst, _ratio(grad, want, spec.grad_factor * rtol, spec.grad_factor * atol * scale))
+        # a gradient that sums over rows has errors relative to its largest entry
+        scale = max(1.0, float(expected_grad.abs().max())) if expected_grad.numel() else 1.0
+        worst = max(worst, _ratio(grad, expected_grad, spec.grad_factor * rtol, spec.grad_factor * atol * scale))
     return worst
 
 
@@ -150,18 +150,18 @@ def check_lion(device: torch.device, dtype: torch.dtype) -> float:
     steps = [[(g := make(*p.shape)).sign() + g / 4 for p in start] for _ in range(3)]
     ours = [p.clone().requires_grad_() for p in start]
     optimizer = Lion(ours, lr=lr, betas=(beta1, beta2), weight_decay=decay)
-    wanted = [p.cpu().double() for p in start]
-    momenta = [torch.zeros_like(p) for p in wanted]
+    expected = [p.cpu().double() for p in start]
+    momenta = [torch.zeros_like(p) for p in expected]
     for grads in steps:
         for i, grad in enumerate(grads):
             ours[i].grad = grad.clone()
             g = grad.cpu().double()
             direction = (beta1 * momenta[i] + (1 - beta1) * g).sign()
-            wanted[i] = wanted[i] - lr * (direction + decay * wanted[i])
+            expected[i] = expected[i] - lr * (direction + decay * expected[i])
             momenta[i] = beta2 * momenta[i] + (1 - beta2) * g
         optimizer.step()
     rtol, atol = DEFAULT_TOLERANCES[dtype]
-    worst = max(_ratio(p, w, rtol, atol) for p, w in zip(ours, wanted, strict=True))
+    worst = max(_ratio(p, w, rtol, atol) for p, w in zip(ours, expected, strict=True))
     for p, m in zip(ours, momenta, strict=True):
         state = optimizer.state[p]["exp_avg"]
         worst = max(worst, _ratio(state, m, rtol, atol * float(m.abs().max())))

@@ -69,7 +69,7 @@ def save(
     for name in sorted(tensors):
         value = whole(tensors[name].detach())
         if first:
-            # remainders were widened for the way
+            # collectives can't send int16 remainders, so they were widened
             tensors[name] = (value.short() if value.dtype == torch.int32 else value).cpu().contiguous()
     if not first:
         return
@@ -90,33 +90,33 @@ def load(path: Path) -> Checkpoint:
 
     A digest only shows accidents, so every number is checked before a model of this configuration is built.
     """
-    where = f"{path} can't be used: "
+    prefix = f"{path} can't be used: "
     content = files.read(path)
     if len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "little"):
-        raise UserError(f"{where}it is cut off after {len(content):,} bytes")
+        raise UserError(f"{prefix}it is cut off after {len(content):,} bytes")
     try:
         tensors = safetensors.torch.load(content)
         # safetensors has just parsed this header: a length, then that many bytes of JSON
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
         record, digest = metadata["onepass"], metadata["sha256"]
     except KeyError:
-        raise UserError(f"{where}it is no checkpoint of an onepass run") from None
+        raise UserError(f"{prefix}it is no checkpoint of an onepass run") from None
     except Exception as error:
         # a damaged header raises any of a dozen exceptions, depending on the byte
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{where}it is cut off or damaged ({why:.80})") from None
+        raise UserError(f"{prefix}it is cut off or damaged ({why:.80})") from None
     if _digest(record, tensors) != digest:
-        raise UserError(f"{where}it is damaged (its SHA-256 does not fit its content)")
+        raise UserError(f"{prefix}it is damaged (its SHA-256 does not fit its content)")
     try:
         values = json.loads(record)
         config = from_json(values["config"], f"{path}: ")
         step, length, seconds = values["step"], values["metrics_bytes"], values["seconds"]
         digest = values["metrics_digest"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{where}it was written by another version of onepass") from None
+        raise UserError(f"{prefix}it was written by another version of onepass") from None
     numbers = type(step) is int and type(length) is int and type(seconds) is float and isinstance(digest, str)
     if not (numbers and 0 <= step <= config.steps and length >= 0 and 0 <= seconds < math.inf):
-        raise UserError(f"{where}step {step!r:.20} after {seconds!r:.20} s is none of a run of {config.steps:,} steps")
+        raise UserError(f"{prefix}step {step!r:.20} after {seconds!r:.20} s is none of a run of {config.steps:,} steps")
     checkpoint = Checkpoint(path, config, step, length, digest, seconds, tensors)
     with torch.device("meta"):
         compare(checkpoint, new(config))
@@ -129,15 +129,15 @@ def _stored(tensor: Tensor | None) -> str:
 
 def compare(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise UserError unless the checkpoint holds the weights of this model and nothing else but Lion's states."""
-    wanted = {f"model/{name}": value for name, value in model.state_dict().items()}
+    weights = {f"model/{name}": value for name, value in model.state_dict().items()}
     states: dict[str, Tensor] = {f"optimizer/{n}/exp_avg": p for n, p in model.named_parameters()}
     states |= {f"optimizer/{n}/remainder": p.short() for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
-    for name in sorted(wanted.keys() | checkpoint.tensors.keys()):
-        saved, own = checkpoint.tensors.get(name), wanted.get(name, states.get(name))
-        if (there := _stored(saved)) != (here := _stored(own)):
-            what = name.removeprefix("model/")
+    for name in sorted(weights.keys() | checkpoint.tensors.keys()):
+        saved, expected = checkpoint.tensors.get(name), weights.get(name, states.get(name))
+        if (there := _stored(saved)) != (here := _stored(expected)):
+            key = name.removeprefix("model/")
             raise UserError(
-                f"{checkpoint.path} is of another configuration: {what:.80} is {there} there and {here} in this model"
+                f"{checkpoint.path} is of another configuration: {key:.80} is {there} there and {here} in this model"
             )
 
 

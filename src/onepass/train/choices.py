@@ -17,13 +17,13 @@ class Choices:
 
     def __init__(self, config: Config, device: torch.device, total: Callable[[Tensor], Tensor]) -> None:
         self.config, self.total = config, total
-        # hidden bytes, all bytes; with a heavy branch: in all blocks, in one block at least
+        # guessed bytes, all bytes; heavy branches that bytes got in all blocks, bytes that got one at least
         self.sums = torch.zeros(4, dtype=torch.int64, device=device)
         self.loads = torch.zeros(config.blocks, config.experts, dtype=torch.int64, device=device)
         self.passes: list[dict[str, Any]] = []
 
     def add(self, routings: list[Any], hidden: Tensor, shape: torch.Size) -> None:
-        """Count a pass over tokens (batch, n), of which those at `hidden` (batch, m) were asked for."""
+        """Count a pass over tokens (batch, n), of which the model guessed those at `hidden` (batch, m)."""
         self.sums[0] += hidden.numel()
         self.sums[1] += shape.numel()
         if self.config.model == "routed":
@@ -36,18 +36,18 @@ class Choices:
             self.loads += torch.stack([routing.counts for routing in routings])
 
     def numbers(self) -> tuple[int, dict[str, float]]:
-        """Return how many bytes were asked for, and the numbers by name."""
-        asked, tokens, each, once = self.total(self.sums).tolist()
+        """Return how many bytes were guessed, and the numbers by name."""
+        hidden, tokens, all_blocks, any_block = self.total(self.sums).tolist()
         if self.config.model == "routed":
-            shares = {"routed": each / tokens / self.config.blocks, "routed_once_at_least": once / tokens}
+            shares = {"routed": all_blocks / tokens / self.config.blocks, "routed_once_at_least": any_block / tokens}
             stats = routing_stats(self.passes, total=self.total)
-            return asked, shares | {f"routing/{name}": value for name, value in stats.items()}
-        # 1: as many tokens as in equal parts
+            return hidden, shares | {f"routing/{name}": value for name, value in stats.items()}
+        # a load of 1: as many tokens as if all experts got the same
         loads = self.total(self.loads).double()
         parts = (loads / loads.mean(1, keepdim=True)).tolist() if self.config.experts else []
-        named = {f"routing/blocks.{i}.feed_forward": each for i, each in enumerate(parts)}
-        most = {f"{name}/fullest": max(each) for name, each in named.items()}
-        return asked, most | {f"{name}/emptiest": min(each) for name, each in named.items()}
+        named = {f"routing/blocks.{i}.feed_forward": all_blocks for i, all_blocks in enumerate(parts)}
+        loads_by_name = {f"{name}/fullest": max(all_blocks) for name, all_blocks in named.items()}
+        return hidden, loads_by_name | {f"{name}/emptiest": min(all_blocks) for name, all_blocks in named.items()}
 
 
 def summary(numbers: dict[str, float]) -> str:

@@ -90,8 +90,8 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     corpus = data.load(args.paths)
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
-    given = {**given, "task": args.task or "masked", "model": args.model or "transformer", "seed": args.seed or 0}
+    options = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
+    options = {**options, "task": args.task or "masked", "model": args.model or "transformer", "seed": args.seed or 0}
     config = configs.build(
         preset,
         device=device,
@@ -99,7 +99,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
         threads=args.threads or torch.get_num_threads(),
         data=corpus.digest,
         paths=tuple(os.path.abspath(path) for path in args.paths),
-        **given,
+        **options,
     )
     refuse_longer(config, corpus)
     return config, corpus
@@ -116,15 +116,15 @@ def refuse_longer(config: Config, corpus: Corpus) -> None:
 
 
 def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkpoint | None]:
-    """Read configuration, data and checkpoint of a run; raise UserError if an option given now or the data differs.
+    """Read configuration, data and checkpoint of a run; raise UserError if an option of today or the data differs.
 
-    Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
+    Two values may change when a run goes on: more steps, and the number of threads, which changes the last bits.
     """
     config = run_.config()
-    given = {name: getattr(args, name) for name in SETTINGS if name not in ("steps", "threads")}
+    options = {name: getattr(args, name) for name in SETTINGS if name not in ("steps", "threads")}
     if args.device == "auto":
-        given["device"] = None
-    if difference := configs.difference(config, given):
+        options["device"] = None
+    if difference := configs.difference(config, options):
         raise UserError(f"--resume: {difference}; leave the option out, or start another run")
     if args.steps and args.steps < config.steps:
         raise UserError(f"--resume --steps {args.steps:,}: the run has {config.steps:,}; give more to train longer")
@@ -137,16 +137,16 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
             f"start another run"
         )
     refuse_longer(config, corpus)
-    # the data has the run's digest, so its list is right, whatever became of the file
+    # the data has the run's digest: write its list of files anew, in case somebody changed that file
     run_.write(runs.DATA, corpus.manifest())
     saved = run_.checkpoint()
     if saved and (name := configs.contradiction(config, saved.config)):
         there, here = (str(getattr(values, name))[:40] for values in (saved.config, config))
         raise UserError(f"{saved.path} is of another configuration: {name} is {there} there and {here} in config.json")
-    longer = configs.changed(config, saved.step if saved else 0, steps=args.steps, threads=args.threads)
-    if longer != config:
-        run_.write("config.json", longer.to_json())
-    return longer, corpus, saved
+    updated = configs.changed(config, saved.step if saved else 0, steps=args.steps, threads=args.threads)
+    if updated != config:
+        run_.write("config.json", updated.to_json())
+    return updated, corpus, saved
 
 
 def train(
@@ -161,7 +161,7 @@ def train(
         training.go(Progress(config.steps, training.step))
         conclude(training)
     except (MemoryError, RuntimeError) as error:
-        # a CPU's allocator has no error of its own
+        # out of memory, a CPU's allocator raises a plain RuntimeError
         if "CPUAllocator" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
         raise UserError(
@@ -195,7 +195,7 @@ def conclude(training: Training) -> None:
     from onepass.train import pictures
 
     config, corpus, run_ = training.config, training.corpus, training.run
-    measured, numbers = training.measure(config.final_windows)
+    bits_per_byte, numbers = training.measure(config.final_windows)
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
@@ -203,13 +203,13 @@ def conclude(training: Training) -> None:
         return
     unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
     run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
-    bits = f"{measured:.3f} bits per byte of all validation text"
+    bits = f"{bits_per_byte:.3f} bits per byte of all validation text"
     source = f"{name}, a validation file; {bits} after {training.step:,} steps, {run_.path.name}"
     run_.write(f"{runs.PICTURE}.html", html.page(traced, source))
-    change = 100 * (measured / unigram - 1) if unigram else 0.0
+    change = 100 * (bits_per_byte / unigram - 1) if unigram else 0.0
     say()
     beside = f"byte-unigram entropy of the same text {unigram:.3f} ({change:+.0f} %)"
-    say(f"validation  {measured:.3f} bits per byte; {beside}")
+    say(f"validation  {bits_per_byte:.3f} bits per byte; {beside}")
     say(f"speed       {training.speed():,.0f} tokens/s")
     if numbers:
         say(choices.summary(numbers))
@@ -218,10 +218,10 @@ def conclude(training: Training) -> None:
     say(f"files       {run_.path}{os.sep} {'  '.join(names)}")
 
 
-def validation_text(corpus: Corpus, enough: int) -> tuple[str, bytes]:
+def validation_text(corpus: Corpus, page_bytes: int) -> tuple[str, bytes]:
     """Return (name, content) of the validation file to draw: the first by hash that fills a page, else the longest."""
-    measured = [source for source in corpus.sources if source.validation]
-    if not measured:
+    validation = [source for source in corpus.sources if source.validation]
+    if not validation:
         return corpus.sources[0].name, corpus.validation.tobytes()
-    best = max(measured, key=lambda source: (min(len(source.content), enough), -data.position(source.name)))
+    best = max(validation, key=lambda source: (min(len(source.content), page_bytes), -data.position(source.name)))
     return best.name, best.content

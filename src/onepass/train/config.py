@@ -24,7 +24,7 @@ class Config:
     task: str  # one of TASKS: guess hidden bytes, or each next byte
     model: str  # one of MODELS: what its blocks are
     device: str
-    precision: str  # of weights, momentum and products; beside bf16 weights Lion keeps what they leave of fp32 ones
+    precision: str  # of weights, momentum and products; beside bf16 weights Lion stores the lower bits of fp32 ones
     seed: int
     steps: int
     batch: int  # sequences per step
@@ -32,7 +32,7 @@ class Config:
     dim: int
     blocks: int
     heads: int
-    global_every: int  # of so many transformer blocks the last one attends to all bytes, the others in windows
+    global_every: int  # every so many transformer blocks, one attends to all bytes; the others attend within windows
     experts: int  # of a transformer block; 0: a feed-forward for all bytes
     top_k: int  # experts that a byte takes
     hidden_mult: float  # hidden width of a feed-forward or of an expert, times dim
@@ -64,8 +64,8 @@ class Config:
         return json.dumps({"onepass_run": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
-# values of each preset; options of the command line override most of them. Experts where they were ahead at equal time:
-# not on a CPU (benchmarks/results/cpu/raw/train_models.txt), on a GPU at next bytes alone (docs/evidence.md)
+# values of each preset; options of the command line override most of them. Experts are on where they won at equal
+# time: not on a CPU (benchmarks/results/cpu/raw/train_models.txt), on a GPU for next bytes alone (docs/evidence.md)
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
         "steps": 1200, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 2, "window": 64, "global_every": 1,
@@ -76,8 +76,8 @@ PRESETS: dict[str, dict[str, int | float]] = {
         "experts": 0, "hidden_mult": 4.0, "lr": 4e-4, "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
-CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # a GPU takes a step in the hundredth part of what writing takes
-# what differs with --task causal, and with --model routed
+CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # on a GPU, writing takes as long as a hundred steps
+# values that differ with --task causal, and with --model routed
 OTHERS: dict[tuple[str, object], dict[str, int | float]] = {
     ("gpu", "causal"): {"steps": 40000, "experts": 32, "hidden_mult": 2.0},
     ("cpu", "routed"): {"heads": 4},
@@ -99,7 +99,7 @@ RANGES: dict[str, tuple[float, float]] = {  # the smallest and the largest accep
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
     "threads": (1, 4096),
 }  # fmt: skip
-# the types of a field's values in a file, in words; math.isfinite is asked as well
+# the types that a field's value may have in a file, and their name in errors; floats must be finite, too
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "str": ((str,), "a text"),
     "tuple": ((list, tuple), "a list of texts"),
@@ -109,9 +109,9 @@ CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": D
 
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
-    given = {"preset": preset} | {name: value for name, value in values.items() if value is not None}
+    chosen = {"preset": preset} | {name: value for name, value in values.items() if value is not None}
     merged: dict[str, object] = {"task": "masked", "model": "transformer", "changes": (), **COMMON, **PRESETS[preset]}
-    merged |= OTHERS.get((preset, given.get("task")), {}) | OTHERS.get((preset, given.get("model")), {}) | given
+    merged |= OTHERS.get((preset, chosen.get("task")), {}) | OTHERS.get((preset, chosen.get("model")), {}) | chosen
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):
         merged.setdefault("warmup", min(100, steps // 10))
@@ -172,9 +172,9 @@ def from_json(text: str | bytes, where: str) -> Config:
 
 def changed(config: Config, step: int, **values: int | None) -> Config:
     """Return the configuration with the values that are not None and a record of each change after `step`."""
-    new = {name: value for name, value in values.items() if value is not None and getattr(config, name) != value}
-    notes = (f"{name} {getattr(config, name)} to {value} after step {step}" for name, value in new.items())
-    return dataclasses.replace(config, changes=(*config.changes, *notes), **new)  # type: ignore[arg-type]
+    changes = {name: value for name, value in values.items() if value is not None and getattr(config, name) != value}
+    notes = (f"{name} {getattr(config, name)} to {value} after step {step}" for name, value in changes.items())
+    return dataclasses.replace(config, changes=(*config.changes, *notes), **changes)  # type: ignore[arg-type]
 
 
 def contradiction(config: Config, saved: Config) -> str | None:
@@ -188,9 +188,9 @@ def contradiction(config: Config, saved: Config) -> str | None:
     return next((name for name in names if getattr(config, name) != getattr(saved, name)), None)
 
 
-def difference(run: Config, given: dict[str, object]) -> str | None:
-    """Describe the first value of `given` that differs from the run's; None if all agree. None values are skipped."""
-    for name, value in given.items():
+def difference(run: Config, options: dict[str, object]) -> str | None:
+    """Describe the first option that differs from the run's; None if all agree. Options that are None are skipped."""
+    for name, value in options.items():
         if name != "paths" and value is not None and getattr(run, name) != value:
             return f"{name} is {value} here and {getattr(run, name)} in the run"
     return None

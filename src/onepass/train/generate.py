@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     saved, model = of_run(args.directory)
     if saved.config.task != "causal":
         raise UserError(f"the run in {args.directory} guesses hidden bytes; generate needs one of --task causal")
-    seen = saved.config.seq  # bytes that the model has seen at a time
+    seq = saved.config.seq  # bytes that the model has seen at a time
     prompt = args.prompt.encode("utf-8", "surrogateescape")
     if not prompt:
         raise UserError("--prompt is empty; give at least one byte to go on from")
-    if len(prompt) > seen:
-        raise UserError(f"--prompt has {len(prompt):,} bytes, more than the {seen:,} that the model has seen at a time")
+    if len(prompt) > seq:
+        raise UserError(f"--prompt has {len(prompt):,} bytes, more than the {seq:,} that the model has seen at a time")
     device = pick_device(args.device)
-    if len(prompt) + args.length > seen:
-        sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
+    if len(prompt) + args.length > seq:
+        sys.stderr.write(f"note: what follows byte {seq:,} is longer than any text the model has seen\n")
     decoder = model.to(device).decoder(1, len(prompt) + args.length - 1, temperature=args.temperature, seed=args.seed)
     show = codecs.getincrementaldecoder("utf-8")("replace")
     _write(show.decode(prompt))
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
     finally:
-        # also before what an error or Ctrl-C says
+        # end the text's line before the message of an error or of Ctrl-C
         _write(show.decode(b"", final=True) + "\n")
     sys.stderr.write(f"{args.length / (time.perf_counter() - began):,.0f} tokens/s\n")
     return 0

@@ -12,7 +12,7 @@ from onepass.train.commands.errors import printable
 from onepass.train.looks import Look, box, look
 from onepass.train.trace import Trace
 
-# of the shades, lightness alone tells them apart, for eyes that see few hues; text stays readable on all of them
+# shades differ in lightness, for eyes that see few hues; text stays readable on all of them
 _STYLE = """
 :root { color-scheme: light dark; --paper: light-dark(#ffffff, #15181c); --ink: light-dark(#15181c, #e9ebee);
  --quiet: light-dark(#8a929c, #7c8590); --wrong: light-dark(#c62f00, #ff9a76); --about: light-dark(#555c66, #a3abb5);
@@ -45,21 +45,21 @@ pre u { display: inline-block; width: .25em; height: 1em; vertical-align: -.15em
 
 def page(trace: Trace, source: str) -> str:
     """Return the page with every byte of the trace; `source` describes text and model."""
-    shown = look(trace)
-    # the checked radio button decides which colours are seen and which table is shown. The selector `~` needs the
-    # buttons as earlier siblings of these, so no label wraps its button
+    picture = look(trace)
+    # the checked radio button chooses the colours and the table. The selector `~` needs the buttons as earlier siblings
+    # of these, so no label wraps its button
     style, buttons, tables = [_STYLE], [], []
-    for view, table in enumerate(shown.tables):
+    for view, table in enumerate(picture.tables):
         name = f"view{view}"
         style += [
             f"#{name}:checked ~ pre .v{view}c{place} {{ background: {colour}; }}"
-            for place, (colour, _) in enumerate(shown.key)
+            for place, (colour, _) in enumerate(picture.key)
         ]
         style.append(f"#{name}:checked ~ .of.{name} {{ display: table; }}")
-        checked, label = " checked" * (not view), f"block {view + 1}" if len(shown.views) > 1 else "all blocks"
+        checked, label = " checked" * (not view), f"block {view + 1}" if len(picture.views) > 1 else "all blocks"
         buttons.append(f'<input type="radio" name="pick" id="{name}"{checked}><label for="{name}"> {label} </label>')
         tables.append(_table(name, *table))
-    key = [f"<span>{box(colour, 'a')} {words}</span>" for colour, words in shown.key]
+    key = [f"<span>{box(colour, 'a')} {words}</span>" for colour, words in picture.key]
     if trace.config.hides is not None:
         key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
         key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
@@ -72,13 +72,13 @@ def page(trace: Trace, source: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>Routing of {_safe(trace.name)}</title>
 <style>{styles}</style></head><body>
-<h1>{shown.title}</h1>
+<h1>{picture.title}</h1>
 <p class="about">{_safe(source)}</p>
 <p class="about">{_safe(numbers(trace))}</p>
 <div class="key">{"".join(key)}</div>
 {"".join(buttons)}
 {"".join(tables)}
-<pre>{_text(trace, shown)}</pre>
+<pre>{_text(trace, picture)}</pre>
 </body></html>
 """
 
@@ -97,8 +97,8 @@ def numbers(trace: Trace) -> str:
     guessed = f"{int(trace.hidden.sum()):,} bytes hidden, {right:,} guessed right"
     if trace.config.hides is None:
         guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"
-    whole = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
-    return f"{look(trace).sentence}. {guessed}{whole}."
+    rest = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
+    return f"{look(trace).sentence}. {guessed}{rest}."
 
 
 def _safe(text: str) -> str:
@@ -106,25 +106,25 @@ def _safe(text: str) -> str:
     return escape(printable(text))
 
 
-def _text(trace: Trace, how: Look) -> str:
-    shown = _glyphs(trace.content)
+def _text(trace: Trace, scheme: Look) -> str:
+    glyphs = _glyphs(trace.content)
     out: list[str] = []
 
     def shape(place: int) -> tuple[str, str]:
         """Return class names and tool tip of a byte; equal neighbours share one element."""
-        names = [f"v{view}c{each[place]}" for view, each in enumerate(how.views) if each[place] or not how.plain]
+        names = [f"v{view}c{each[place]}" for view, each in enumerate(scheme.views) if each[place] or not scheme.plain]
         tip = ""
         if trace.hidden[place]:
             value, guess = trace.content[place], int(trace.guess[place])
             names.append("h" if guess == value else "h w")
             chance = 100 * trace.chance[place]
             tip = f"hidden {_name(value)}: guessed {_name(guess)}, gave the true byte {chance:.0f} %"
-        return " ".join(names), "; ".join(filter(None, (tip, how.tip(place))))
+        return " ".join(names), "; ".join(filter(None, (tip, scheme.tip(place))))
 
-    for (names, tip), places in groupby(range(len(shown)), key=shape):
-        # a hidden byte has an element of its own, as its tool tip is about it alone
+    for (names, tip), places in groupby(range(len(glyphs)), key=shape):
+        # a hidden byte has an element of its own, because its tool tip is about this byte alone
         for group in [[place] for place in places] if "hidden" in tip else [list(places)]:
-            text = "".join(shown[place] for place in group)
+            text = "".join(glyphs[place] for place in group)
             title = f' title="{escape(tip)}"' if tip else ""
             # keep line feeds outside: an outline around one would reach into the next line
             inside = text.rstrip("\n")

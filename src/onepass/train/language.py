@@ -36,22 +36,22 @@ class ByteModel(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings (batch, n, dim) of tokens (batch, n), each mixed with its neighbours."""
         x = self.embedding(tokens)
-        around = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
-        return x + self.neighbours(F.pad(x.mT, around)).mT  # type: ignore[no-any-return]
+        padding = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
+        return x + self.neighbours(F.pad(x.mT, padding)).mT  # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, asked: Tensor | None = None) -> tuple[Tensor, list[Any]]:
-        """Return fp32 logits at all positions of (batch, n), or at `asked` (batch, m), and each block's routing."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """Return fp32 logits at all positions of (batch, n), or at `positions` (batch, m), and each block's routing."""
         x = self.embed(tokens)
         routing: list[Any] = []
         for block in self.blocks:
             x, chosen = block(x, return_routing=True)
             routing.append(chosen)
-        if asked is not None:
-            x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
+        if positions is not None:
+            x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
         return self._logits(x), routing
 
     def decoder(self, batch: int, max_tokens: int, **options: Any) -> Decoder:
-        """Return what writes bytes after prompts; options and errors as `Decoder`."""
+        """Return a `Decoder` that writes bytes after prompts; options and errors are its own."""
         blocks: Any = self.blocks
         return Decoder(
             blocks, self._embed_some, self._logits, batch=batch, max_tokens=max_tokens, lookback=NEIGHBOURS - 1,

@@ -20,10 +20,10 @@ class Look:
     title: str
     sentence: str  # the numbers of the picture in words
     key: list[tuple[str, str]]  # (colour as CSS has it, words beside it)
-    views: list[NDArray[np.int64]]  # of all bytes (n,), their colours as places in `key`; 0 is none where `plain`
+    views: list[NDArray[np.int64]]  # (n,): each byte's colour, an index of `key`; where `plain`, 0 is no colour
     tables: list[tuple[str, list[list[str]]]]  # (caption, rows) of each view; the first row is the head
     tip: Callable[[int], str]  # what is said about a byte under the mouse
-    plain: bool = True  # whether the first colour is that of the page
+    plain: bool = True  # whether the first colour is the page's own
 
 
 def look(trace: Trace) -> Look:
@@ -45,10 +45,10 @@ def _experts(trace: Trace) -> Look:
     ]
     # (blocks, experts): 1 is an equal part of the bytes
     loads = np.stack([_parts(block, count) * count for block in trace.chosen])
-    found, tables = kinds(trace), []
+    byte_kinds, tables = kinds(trace), []
     for block, chosen in enumerate(trace.chosen):
-        parts = [_parts(chosen[there], count) for _, there in found]
-        rows = [["expert", "load", *(name for name, _ in found)]]
+        parts = [_parts(chosen[where], count) for _, where in byte_kinds]
+        rows = [["expert", "load", *(name for name, _ in byte_kinds)]]
         for e, load in enumerate(loads[block]):
             rows.append([box(*key[e]), f"{'█' * round(6 * load)} {load:.2f}", *(f"{100 * p[e]:.0f} %" for p in parts)])
         caption = f"Block {block + 1}: load (1 is an equal part), and the expert's part of each kind of byte"
@@ -72,11 +72,11 @@ def _heavy(trace: Trace) -> Look:
     counts = routed.sum(axis=0, dtype=np.int64)
     key = _shades(["in no block", *(f"in {n} block{'s' * (n > 1)}" for n in range(1, blocks + 1))])
     head = ["kind of byte", "share of the text", f"blocks of {blocks} that gave it their heavy branch, on average"]
-    rows = [[name, f"{100 * there.mean():.1f} %", f"{counts[there].mean():.2f}"] for name, there in kinds(trace)]
+    rows = [[name, f"{100 * where.mean():.1f} %", f"{counts[where].mean():.2f}"] for name, where in kinds(trace)]
 
     def tip(place: int) -> str:
-        those = ", ".join(map(str, np.flatnonzero(routed[:, place]) + 1))
-        return f"heavy branch in block {those}" if those else ""
+        block_numbers = ", ".join(map(str, np.flatnonzero(routed[:, place]) + 1))
+        return f"heavy branch in block {block_numbers}" if block_numbers else ""
 
     each, once = 100 * routed.mean(), 100 * (counts > 0).mean()
     part = f"{each:.1f} % of the bytes its heavy branch; {once:.1f} % get one at least"
@@ -86,17 +86,17 @@ def _heavy(trace: Trace) -> Look:
 
 
 def _surprise(trace: Trace) -> Look:
-    """Shade bytes by how little the model expected them: of a model whose blocks choose nothing."""
-    asked = trace.guess >= 0
-    bits = -np.log2(np.maximum(np.where(asked, trace.chance, 1.0), 2.0**-64))
+    """Shade bytes by how little the model expected them: the picture of a model whose blocks choose nothing."""
+    guessed = trace.guess >= 0
+    bits = -np.log2(np.maximum(np.where(guessed, trace.chance, 1.0), 2.0**-64))
     counts = np.searchsorted(SURPRISE, bits, side="right")
     key = _shades([f"less than {SURPRISE[0]:g} bits", *(f"{step:g} bits or more" for step in SURPRISE)])
     rows = [["kind of byte", "guessed", "right", "bits of one"]]
     right = trace.guess == np.frombuffer(trace.content, dtype=np.uint8)
-    for name, there in kinds(trace, seen=False):
-        if (those := there & asked).any():
-            share, mean = 100 * right[those].mean(), bits[those].mean()
-            rows.append([name, f"{those.sum():,}", f"{share:.0f} %", f"{mean:.2f}"])
+    for name, where in kinds(trace, hidden_apart=False):
+        if (guessed_here := where & guessed).any():
+            share, mean = 100 * right[guessed_here].mean(), bits[guessed_here].mean()
+            rows.append([name, f"{guessed_here.sum():,}", f"{share:.0f} %", f"{mean:.2f}"])
 
     def tip(place: int) -> str:
         return f"{bits[place]:.1f} bits" if counts[place] and not trace.hidden[place] else ""

@@ -72,7 +72,7 @@ class Training:
         self.gradients = Gradients(
             lambda *batch: self._loss(*batch)[0], parameters, self.device, why, together=self.world.replicas
         )
-        # one call later: it reads the gradients where their graph writes them
+        # captured one call later than the gradients: it reads them where their graph writes them
         self.update = Captured(self._update, self.device, why, EAGER + 1)
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
@@ -101,7 +101,7 @@ class Training:
             if self.step == 0:
                 self.save()
             self.model.train()
-            told = self.device.type != "cuda"
+            eager_announced = self.device.type != "cuda"
             clock = time.perf_counter()
             while self.step < config.steps and not stopped:
                 self.pending.append((self.step + 1, self._one_step(), learning_rate(config, self.step)))
@@ -118,9 +118,9 @@ class Training:
                 self.seconds += spent
                 self.world.agree(received, stopped)
                 progress.update(self.step, loss, loss / math.log(2), speed)
-                if self.update.why_eager and not told:
+                if self.update.why_eager and not eager_announced:
                     say(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
-                    told = True
+                    eager_announced = True
                 if measure:
                     bits, _ = self.measure(config.eval_windows)
                     say(f"validation after {self.step:,} steps: {bits:.3f} bits per byte")
@@ -145,10 +145,10 @@ class Training:
         loss: Tensor = self.gradients(*(self.ready.pop(self.step, None) or self._batch(self.step)))
         # outside the graphs: all-reduces between two of them lose little, and replays of collectives may hang
         self.world.average(self.gradients.flat, self.counts)
-        # a graph of the update would read gradients where they no longer are
+        # if the gradients have no graph, their addresses change: a graph of the update would read stale ones
         self.update.why_eager = self.update.why_eager or self.gradients.why_eager
         self.update()
-        # drawn while a GPU computes: a reading of the loss leaves it nothing to do until the next step is there
+        # draw the next batch while a GPU computes: after a reading of the loss the GPU would wait for it
         self.ready = {self.step + 1: self._batch(self.step + 1)}
         return loss
 
@@ -167,7 +167,7 @@ class Training:
     def _on_device(self, batch: data.Batch) -> tuple[Tensor, ...]:
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes)]
         if self.device.type == "cuda":
-            # a copy from pinned memory waits for nothing: the host prepares the next step while the GPU works
+            # a copy from pinned memory does not block: the host prepares the next step while the GPU works
             parts = [part.pin_memory() for part in parts]
         return tuple(part.to(self.device, non_blocking=True) for part in parts)
 
@@ -206,11 +206,11 @@ class Training:
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         choices = Choices(config, self.device, self.world.total)
         for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows):
-            given, places, value = self._on_device(self.world.part(batch))
-            loss, routings = self._loss(given, places, value)
-            choices.add(routings, places, given.shape)
-            # without a row, this process helped to gather weights
-            nats += loss.double() * places.numel() if given.numel() else 0.0
+            tokens, places, value = self._on_device(self.world.part(batch))
+            loss, routings = self._loss(tokens, places, value)
+            choices.add(routings, places, tokens.shape)
+            # a process without rows runs the model only to gather weights with the others
+            nats += loss.double() * places.numel() if tokens.numel() else 0.0
         self.model.train()
         hidden, numbers = choices.numbers()
         bits = self.world.total(nats).item() / hidden / math.log(2)
@@ -242,9 +242,9 @@ def stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(signum)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -32,7 +32,7 @@ def blocks(config: Config) -> Iterator[nn.Module]:
 
 
 def new(config: Config) -> ByteModel:
-    """Return the model of a configuration with initial weights, in bf16 where it says so: Lion has their other halves.
+    """Return the model of a configuration with initial weights, in bf16 if `precision` is: Lion keeps the lower bits.
 
     torch's global random state stays as it was.
     """
@@ -58,9 +58,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, outside: float = 1.0
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        plain = parameter.dim() < 2 or name.startswith(("embedding", "neighbours")) or "router" in name
+        no_decay = parameter.dim() < 2 or name.startswith(("embedding", "neighbours")) or "router" in name
         scale = 1.0 if name.startswith("blocks.") else outside
-        groups.setdefault((scale, 0.0 if plain else weight_decay), []).append(parameter)
+        groups.setdefault((scale, 0.0 if no_decay else weight_decay), []).append(parameter)
     return [{"params": params, "scale": scale, "weight_decay": decay} for (scale, decay), params in groups.items()]
 
 

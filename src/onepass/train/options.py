@@ -57,12 +57,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "model": "blocks with attention and experts, or routed blocks (default: transformer)",
         "device": "where to train (default: auto, cuda if there is one)",
     }
-    for name, what in helps.items():
-        add(f"--{name}", choices=("auto", *CHOICES[name]) if name == "device" else CHOICES[name], help=what)
-    for name, what in NUMBERS.items():
+    for name, text in helps.items():
+        add(f"--{name}", choices=("auto", *CHOICES[name]) if name == "device" else CHOICES[name], help=text)
+    for name, text in NUMBERS.items():
         values = tuple(str(preset[name]) for preset in PRESETS.values() if name in preset)
         default = f" (default: {' or '.join(values)}, by preset)" if values else ""
-        add(f"--{name}", type=_number(name), metavar="X" if name == "lr" else "N", help=what + default)
+        add(f"--{name}", type=_number(name), metavar="X" if name == "lr" else "N", help=text + default)
     every = f"steps between checkpoints (default: {' or '.join(map(str, CHECKPOINT_EVERY.values()))}, by preset)"
     add("--checkpoint-every", type=_number("checkpoint_every"), metavar="N", help=every)
     add(

@@ -36,8 +36,8 @@ from onepass.train.model import new
 from onepass.train.run import CONFIG, Run
 
 PLAN, PRINTED = "plan", "printed"  # keys of the store that all processes read
-WAIT = datetime.timedelta(days=7)  # for the first process to read its data; if that dies, torchrun ends this one
-COLLECTIVE = datetime.timedelta(minutes=30)  # longer than the first process writes a checkpoint
+WAIT = datetime.timedelta(days=7)  # until the first process has read its data; if it dies, torchrun ends this one
+COLLECTIVE = datetime.timedelta(minutes=30)  # must be longer than the first process takes to write a checkpoint
 ANSWER = 20 * 60.0  # seconds that a GPU may take for some steps; NCCL aborts the process after COLLECTIVE
 GRACE = 25.0  # seconds from a stop signal to the end of this process; torchrun kills after 30
 
@@ -143,7 +143,7 @@ class World:
                 fully_shard(block, mesh=self.mesh)
             # back to shards after each forward: a checkpoint may follow a measurement, which has no backward
             fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
-            # harmless: nothing changes the logits, which are a view, in place
+            # the warning is harmless: the logits are a view, but nothing changes them in place
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         model.to_empty(device=device)
         with torch.no_grad():
@@ -159,11 +159,11 @@ class World:
         from torch.distributed.tensor import distribute_tensor
 
         device = self.device(self.mesh.device_type)
-        here = torch.empty(sample.shape, dtype=sample.dtype, device=device) if whole is None else whole.to(device)
+        tensor = torch.empty(sample.shape, dtype=sample.dtype, device=device) if whole is None else whole.to(device)
         if not hasattr(like, "placements"):
-            dist.broadcast(here, 0)
-            return here
-        return distribute_tensor(here, self.mesh, like.placements, src_data_rank=0)
+            dist.broadcast(tensor, 0)
+            return tensor
+        return distribute_tensor(tensor, self.mesh, like.placements, src_data_rank=0)
 
     def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
         """Return a checkpoint whose tensors are placed like the model's parameters."""
@@ -172,11 +172,11 @@ class World:
         parameters = dict(model.named_buffers()) | dict(model.named_parameters())
         tensors = {}
         for name, value in sorted(saved.tensors.items()):
-            kind, _, own = name.partition("/")
-            like = parameters.get(own if kind == "model" else own.rpartition("/")[0])
+            kind, _, parameter = name.partition("/")
+            like = parameters.get(parameter if kind == "model" else parameter.rpartition("/")[0])
             if like is None or like.shape != value.shape:
                 raise UserError(f"{saved.path}: {name} {tuple(value.shape)} fits no parameter of this model")
-            # neither gloo nor NCCL sends 16-bit numbers, and Lion takes them back
+            # neither gloo nor NCCL sends int16; Lion makes int16 of them again
             value = value.int() if value.dtype == torch.int16 else value
             tensors[name] = self._place(value if self.first else None, value, like)
         return replace(saved, tensors=tensors)
@@ -215,9 +215,9 @@ class World:
     def _settle(self, done: Any) -> None:
         """Wait for the GPU, which waits for all others, and end this process if that takes too long."""
         done.record()
-        last = time.monotonic() + ANSWER
+        deadline = time.monotonic() + ANSWER
         while not done.query():
-            if time.monotonic() > last:
+            if time.monotonic() > deadline:
                 self.end(1, self._gone(f"GPUs gave no answer for {ANSWER:,.0f} s"))
             time.sleep(1e-4)
 
@@ -233,7 +233,7 @@ class World:
         return []
 
     def _end_late(self, signals: socket.socket) -> None:
-        """End this process GRACE seconds after a signal, if all have not agreed to stop: then another one is gone."""
+        """End this process GRACE seconds after a signal unless all agreed to stop: another process must be gone."""
         signum = signals.recv(1)[0]
         if not self.stopped.wait(GRACE):
             self.end(128 + signum, self._gone("it did not stop with this one"))
@@ -242,10 +242,10 @@ class World:
         """Add to `stop` a signal that any process has received; all processes call this after the same step."""
         if self.alone:
             return
-        heard = torch.tensor(max(received, default=0))
-        dist.all_reduce(heard, dist.ReduceOp.MAX)
-        if heard:
-            stop.append(int(heard))
+        signum = torch.tensor(max(received, default=0))
+        dist.all_reduce(signum, dist.ReduceOp.MAX)
+        if signum:
+            stop.append(int(signum))
             self.stopped.set()
 
     def _gone(self, why: str) -> str:
@@ -257,7 +257,7 @@ class World:
         """Wait for all processes; return the exit code, or end with it where there are several processes."""
         if self.alone:
             return code
-        # on the CPU, where no device has work to wait for
+        # a collective on the CPU, so that no device's work is waited for
         dist.all_reduce(torch.zeros(()))
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -279,10 +279,10 @@ class World:
 
     def end(self, code: int, message: str, *, lines: bool = False) -> NoReturn:
         """Print a message unless another process has printed its cause; end without waiting for others."""
-        before = 0
+        printed = 0
         with contextlib.suppress(RuntimeError):
-            before = self.store.add(PRINTED, 1) - 1
-        if not before:
+            printed = self.store.add(PRINTED, 1) - 1
+        if not printed:
             print(message if lines else f"onepass train: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
         # a normal exit would wait for collectives that never end
         os._exit(code)
@@ -308,9 +308,9 @@ def joined() -> Iterator[World]:
     if world.alone:
         yield world
         return
-    with open(os.devnull, "w") as nothing:
+    with open(os.devnull, "w") as devnull:
         try:
-            with contextlib.nullcontext() if world.first else contextlib.redirect_stdout(nothing):
+            with contextlib.nullcontext() if world.first else contextlib.redirect_stdout(devnull):
                 yield world
         except BaseException as error:
             world.fail(error)

@@ -13,26 +13,26 @@ from typing import Any
 from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
 LEFT_OUT = "left_out.txt"  # files of the data that were left out, and why
 PICTURE = "routing"  # stem of the .html; `onepass show` puts the file's name in front
-_OWN = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html"}
+_FILES = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html"}
 RUNS = Path("runs")
 
 
-def _is_own(name: str) -> bool:
+def _is_run_file(name: str) -> bool:
     name = files.partial_of(name) or name
-    return name in _OWN or name.removesuffix(f".{PICTURE}.html") not in ("", name)
+    return name in _FILES or name.removesuffix(f".{PICTURE}.html") not in ("", name)
 
 
 def fresh_out() -> Path:
     """Create a directory named after the current time; a second run in the same second gets another name."""
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
     for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
-        with told(f"make {RUNS / name}"), contextlib.suppress(FileExistsError):
+        with doing(f"make {RUNS / name}"), contextlib.suppress(FileExistsError):
             (RUNS / name).mkdir(parents=True)
             return RUNS / name
     raise UserError(f"can't find a free name like {RUNS / stamp}; choose one with --out DIR")
@@ -47,7 +47,7 @@ def newest() -> Path:
 
 
 class Run:
-    """The directory of one run and its metrics, which only `rewind` shortens; without `writes` another process's."""
+    """The directory of a run and its metrics, which only `rewind` shortens; without `writes` another process writes."""
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self.writes = path, writes
@@ -61,10 +61,10 @@ class Run:
     def refuse_overwriting(self, force: bool) -> None:
         """Raise UserError if the directory holds other things than a run, or a run without `force`."""
         names: list[str] = []
-        with told(f"use {self.path} as a directory"), contextlib.suppress(FileNotFoundError):
+        with doing(f"use {self.path} as a directory"), contextlib.suppress(FileNotFoundError):
             names = sorted(os.listdir(self.path))
         # every run has a lock file: without one, a config.json belongs to something else
-        foreign = [name for name in names if not _is_own(name) or LOCK not in names]
+        foreign = [name for name in names if not _is_run_file(name) or LOCK not in names]
         if foreign:
             raise UserError(f"{self.path} holds other things than a run ({foreign[0]!r:.60}); choose another --out")
         # a run starts with its config.json: what a process killed before that left may be overwritten
@@ -77,7 +77,7 @@ class Run:
 
         A directory is a run if it has config.json, so this file is deleted first and written last.
         """
-        with told(f"empty {self.path}"):
+        with doing(f"empty {self.path}"):
             for name in sorted(os.listdir(self.path), key=lambda name: (name != CONFIG, name)):
                 if name != LOCK:
                     (self / name).unlink()
@@ -92,9 +92,9 @@ class Run:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against other processes. The system releases the lock however this process ends."""
-        with told(f"use {self.path}"):
+        with doing(f"use {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-        with told(f"use {self / LOCK}"):
+        with doing(f"use {self / LOCK}"):
             handle = files.open_regular(self / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             if not _lock(handle, self.path):
@@ -122,7 +122,7 @@ class Run:
     def _sweep(self) -> None:
         """Remove unfinished files of killed training processes; those of `onepass show` stay, as it may be at work."""
         for name in os.listdir(self.path):
-            if files.partial_of(name) in _OWN:
+            if files.partial_of(name) in _FILES:
                 with contextlib.suppress(OSError):
                     (self / name).unlink()
 
@@ -183,7 +183,7 @@ class Run:
         where = self / METRICS
         if not length:
             return
-        with told(f"read {where}"), os.fdopen(files.open_regular(where, os.O_RDONLY), "rb") as file:
+        with doing(f"read {where}"), os.fdopen(files.open_regular(where, os.O_RDONLY), "rb") as file:
             while length > 0 and (line := file.readline(length)):
                 length -= len(line)
                 yield line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 from onepass.train.commands.options import command, number
 
 TEXT = """\
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.directory / METRICS).exists():
         Run(args.directory).verify(saved)
     out = args.out or args.directory
-    with told(f"use {out}"):
+    with doing(f"use {out}"):
         out.mkdir(parents=True, exist_ok=True)
     traced = trace(model, saved.config, args.file.name, content, args.bytes)
     source = f"{args.file.name}, by {args.directory.resolve().name} after {saved.step:,} steps"

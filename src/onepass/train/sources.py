@@ -62,8 +62,8 @@ def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     """Read the files that are given or found; return them and what was left out of the directories."""
     left_out: list[LeftOut] = []
     found: list[tuple[str, Path, bool]] = []
-    for given in paths:
-        root = Path(given)
+    for argument in paths:
+        root = Path(argument)
         if root.is_dir():
             found += _walk(root, left_out)
         else:
@@ -71,18 +71,18 @@ def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     if not paths:
         found += _walk(standard_library(), left_out, library=True)
     sources: list[Source] = []
-    seen: dict[str, str] = {}
-    for name, path, named in found:
-        content = read_text(path) if named else files.read(path)
-        if not named and (why := why_no_text(content)):
+    name_of: dict[str, str] = {}
+    for name, path, is_argument in found:
+        content = read_text(path) if is_argument else files.read(path)
+        if not is_argument and (why := why_no_text(content)):
             left_out.append(LeftOut(name, why))
             continue
         digest = hashlib.sha256(content).hexdigest()
         # the same text under two names could land in both training and validation
-        if digest in seen:
-            left_out.append(LeftOut(name, f"its text is that of {seen[digest]}"))
+        if digest in name_of:
+            left_out.append(LeftOut(name, f"its text is that of {name_of[digest]}"))
             continue
-        seen[digest] = name
+        name_of[digest] = name
         sources.append(Source(name, content, digest))
     if not sources:
         where = ", ".join(paths) if paths else str(standard_library())

@@ -24,8 +24,8 @@ class Trace:
     config: Config
     chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch, else −1
     hidden: NDArray[np.bool_]
-    guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
-    chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
+    guess: NDArray[np.int64]  # most likely byte, −1 where the model did not guess
+    chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it did not guess
 
 
 @torch.no_grad()
@@ -41,8 +41,8 @@ def trace(model: ByteModel, config: Config, name: str, content: bytes, limit: in
     draws = data.generator(0, data.MEASURING, 1)
     for start in range(0, n, config.seq):
         batch = data.ask(text[None, start : start + config.seq], config.hides, draws)
-        tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
-        logits, routings = model(tokens, asked)
+        tokens, positions = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
+        logits, routings = model(tokens, positions)
         for block, routing in enumerate(routings if config.experts or not experts else ()):
             indices = (routing if experts else routing.feed_forward).indices[0].cpu().numpy()
             if experts:
@@ -53,15 +53,15 @@ def trace(model: ByteModel, config: Config, name: str, content: bytes, limit: in
         # a language model has no hidden bytes
         hidden[places] = config.hides is not None
         guess[places] = logits[0].argmax(-1).cpu().numpy()
-        likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
-        chance[places] = likely[:, 0].numpy()
+        chances = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
+        chance[places] = chances[:, 0].numpy()
     return Trace(name, content[:limit], len(content), config, chosen, hidden, guess, chance)
 
 
-def kinds(trace: Trace, *, seen: bool = True) -> list[tuple[str, NDArray[np.bool_]]]:
+def kinds(trace: Trace, *, hidden_apart: bool = True) -> list[tuple[str, NDArray[np.bool_]]]:
     """Return each kind of byte in the text: its name, and where it is.
 
-    Of bytes as the model has `seen` them hidden ones are a kind of their own.
+    With `hidden_apart` the bytes hidden from the model are a kind of their own.
     """
     value = np.frombuffer(trace.content, dtype=np.uint8)
     # dtype object: names of any length
@@ -69,9 +69,9 @@ def kinds(trace: Trace, *, seen: bool = True) -> list[tuple[str, NDArray[np.bool
     for name, characters in _KINDS.items():
         names[[*map(ord, characters)]] = name
     names = names[value]
-    names[trace.hidden & seen] = "hidden from the model"
-    found = [(name, names == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
-    return [(name, those) for name, those in found if those.any()]
+    names[trace.hidden & hidden_apart] = "hidden from the model"
+    masks = [(name, names == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
+    return [(name, mask) for name, mask in masks if mask.any()]
 
 
 _KINDS = {

@@ -14,12 +14,12 @@ def reason(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def told(doing: str) -> Iterator[None]:
-    """Turn an error of the operating system into one line: can't do this, and its reason."""
+def doing(action: str) -> Iterator[None]:
+    """Turn an error of the operating system into a UserError: can't `action`, and the reason."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"can't {doing}: {reason(error)}") from None
+        raise UserError(f"can't {action}: {reason(error)}") from None
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from onepass.train.commands.errors import UserError, told
+from onepass.train.commands.errors import UserError, doing
 
 _PARTIAL = re.compile(r"(.+?)(\.[0-9a-f]{8})?\.partial", re.DOTALL)
 # errors from file systems that can't sync a directory
@@ -30,7 +30,7 @@ def write(path: Path, content: bytes | str) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    with told(f"write {path}"):
+    with doing(f"write {path}"):
         file = open(partial, "xb")  # noqa: SIM115
         try:
             with file:
@@ -47,8 +47,8 @@ def write(path: Path, content: bytes | str) -> None:
 
 def partial_of(name: str) -> str | None:
     """Return the final name of a file that a killed `write` left behind; None for any other file."""
-    found = _PARTIAL.fullmatch(name)
-    return found[1] if found else None
+    match = _PARTIAL.fullmatch(name)
+    return match[1] if match else None
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -69,8 +69,8 @@ def open_regular(path: Path, flags: int) -> int:
 
 def extend(path: Path, content: bytes, length: int) -> None:
     """Append `content` to a file of `length` bytes and sync it; raise UserError for a file of another length."""
-    opened = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with told(f"write {path}"), os.fdopen(open_regular(path, opened), "ab") as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with doing(f"write {path}"), os.fdopen(open_regular(path, flags), "ab") as file:
         if (size := os.fstat(file.fileno()).st_size) != length:
             raise UserError(f"{path} has {size:,} bytes instead of {length:,}: something else wrote to it")
         file.write(content)
@@ -80,7 +80,7 @@ def extend(path: Path, content: bytes, length: int) -> None:
 
 def cut(path: Path, length: int) -> None:
     """Truncate a file to `length` bytes and sync it; create an absent one."""
-    with told(f"write {path}"), os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT), "ab") as file:
+    with doing(f"write {path}"), os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT), "ab") as file:
         file.truncate(length)
         os.fsync(file.fileno())
 
@@ -88,11 +88,11 @@ def cut(path: Path, length: int) -> None:
 def read(path: Path) -> bytes:
     """Read a whole file; raise UserError for a directory, and for a pipe or a device, which may never end."""
     try:
-        with told(f"read {path}"):
+        with doing(f"read {path}"):
             mode = path.stat().st_mode
             if not stat.S_ISREG(mode):
-                what = "a directory, not a file" if stat.S_ISDIR(mode) else "neither a file nor a directory"
-                raise UserError(f"{path} is {what}")
+                kind = "a directory, not a file" if stat.S_ISDIR(mode) else "neither a file nor a directory"
+                raise UserError(f"{path} is {kind}")
             return path.read_bytes()
     except ValueError:
         # the name holds a NUL byte or half of a surrogate pair

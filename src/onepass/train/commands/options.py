@@ -48,8 +48,8 @@ def number(low: float, high: float, kind: type[int] | type[float] = int) -> Call
         try:
             value = kind(text)
         except ValueError:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
+            expected = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be from {low:,} to {high:,}, got {text}")
         return value
