@@ -338,7 +338,7 @@ def experts() -> Iterator[Call]:
         found = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
         torch.testing.assert_close(found, weight, rtol=2**-23, atol=0.0)
 
-    kernels_products._is_torchs = lambda a, b: False  # initcheck reports the tensor maps of torch's product
+    kernels_products._fits_torch = lambda a, b: False  # initcheck reports the tensor maps of torch's product
     for found, dtype in itertools.product(load("experts").SPECS, (FP32, BF16)):
         yield from of_spec(found, dtype)
         alone = dataclasses.replace(found, op=torch.no_grad()(found.op), reference=torch.no_grad()(found.reference))
