@@ -60,12 +60,12 @@ def _part(text: str | None) -> tuple[int, int]:
 
 def _selection(args: argparse.Namespace) -> list[str]:
     """The arguments that another process needs for the same cases, but for --part."""
-    given = [*args.ops, "--limit", str(args.limit)]
+    arguments = [*args.ops, "--limit", str(args.limit)]
     for option in ("stage", "dtype", "device"):
-        given += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
+        arguments += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
     for text in args.case or ():
-        given += ["--case", text]
-    return given
+        arguments += ["--case", text]
+    return arguments
 
 
 def run(args: argparse.Namespace) -> int:

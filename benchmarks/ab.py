@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
-    """What is to be timed: {name: Case}."""
+    """Return the cases to time: {name: Case}."""
     import torch
 
     from benchmarks.bench.runner import label
@@ -46,18 +46,18 @@ def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="ab.py")
     add_options(parser)
     args = parser.parse_args(selection)
-    known = [(Path(file).stem, case) for case in runpy.run_path(file)["cases"]()] if file else all_cases()
-    selected = [c for _, c in select(known, args)]
-    # one device at a time: its timer is not the other's
+    declared = [(Path(file).stem, case) for case in runpy.run_path(file)["cases"]()] if file else all_cases()
+    selected = [c for _, c in select(declared, args)]
+    # one device at a time, because each device has a timer of its own
     device = "cuda" if torch.cuda.is_available() and any(c.device == "cuda" for c in selected) else "cpu"
-    here = [c for c in selected if c.device == device]
-    return {f"{c.op} {c.stage} {dtype_name(c.dtype)} {label(c.params)}": c for c in here}
+    of_device = [c for c in selected if c.device == device]
+    return {f"{c.op} {c.stage} {dtype_name(c.dtype)} {label(c.params)}": c for c in of_device}
 
 
 def worker(file: str, selection: Sequence[str]) -> None:
     """Do what the parent asks for, line by line: [name, argument] → a JSON value or {"error": …}."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers may print: send that to standard error, away from the answers
 
     import torch
 
@@ -96,7 +96,7 @@ def worker(file: str, selection: Sequence[str]) -> None:
             raise ValueError(f"{len(ours)} results, the first version has {len(theirs)}")
         return max((error(a, b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
 
-    does: dict[str, Callable[[str], Any]] = {
+    commands: dict[str, Callable[[str], Any]] = {
         "cases": lambda _: list(cases),
         "prepare": prepare,
         "time": lambda _: (timer.us(call), timer.host_us(call)),  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def worker(file: str, selection: Sequence[str]) -> None:
     for line in sys.stdin:
         name, argument = json.loads(line)
         try:
-            answer = does[name](argument)
+            answer = commands[name](argument)
         except Exception as failure:
             answer = {"error": one_line(failure)}
         print(json.dumps(answer), file=answers, flush=True)
@@ -128,30 +128,30 @@ class Version:
         )
 
     def send(self, name: str, argument: str = "") -> None:
-        """Ask for something."""
+        """Send a command to the process."""
         assert self._process.stdin is not None
-        # a process that has ended is told by `answer`
+        # `answer` reports a process that has ended
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps([name, argument]), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """Wait for it."""
+        """Wait for the answer to a command."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(self._process.wait() or 1)
-        found = json.loads(line)
-        if isinstance(found, dict):
-            raise FailedError(f"{self.name}: {found['error']}")
-        return found
+        answer = json.loads(line)
+        if isinstance(answer, dict):
+            raise FailedError(f"{self.name}: {answer['error']}")
+        return answer
 
     def ask(self, name: str, argument: str = "") -> Any:
-        """Ask and wait."""
+        """Send a command, and wait for the answer."""
         self.send(name, argument)
         return self.answer()
 
     def end(self) -> None:
-        """Nothing more will be asked."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -166,12 +166,12 @@ def folder_of(version: str) -> Iterator[Path]:
     git = ["git", "-C", str(Path(__file__).parent)]
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "tree")
-        made = subprocess.run(
+        added = subprocess.run(
             [*git, "worktree", "add", "--detach", folder, version], check=False, capture_output=True, text=True
         )
-        if made.returncode:
+        if added.returncode:
             raise SystemExit(
-                f"{version!r} is neither a copy of the repository nor a git revision: {made.stderr.strip()}"
+                f"{version!r} is neither a copy of the repository nor a git revision: {added.stderr.strip()}"
             )
         try:
             yield folder
@@ -203,16 +203,16 @@ def _differences(versions: Sequence[Version]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "result.pt"))
         versions[0].ask("save", path)
-        found = [version.ask("differs", path) for version in versions[1:]]
-    return ["", *("same bits" if off == 0 else f"off by {off:.1e}" for off in found)]
+        errors = [version.ask("differs", path) for version in versions[1:]]
+    return ["", *("same bits" if off == 0 else f"off by {off:.1e}" for off in errors)]
 
 
 def _lines(versions: Sequence[Version], times: list[list[tuple[float, float]]], notes: list[str]) -> Iterator[str]:
-    for version, found, note in zip(versions, times, notes, strict=True):
-        us, host = (statistics.median(t[i] for t in found) for i in (0, 1))
+    for version, samples, note in zip(versions, times, notes, strict=True):
+        us, host = (statistics.median(t[i] for t in samples) for i in (0, 1))
         line = f"    {version.name:24} {us:9.1f} µs   host {host:7.1f}"
         if version is not versions[0]:
-            ratios = [a[0] / b[0] for a, b in zip(times[0], found, strict=True)]
+            ratios = [a[0] / b[0] for a, b in zip(times[0], samples, strict=True)]
             line += f"   {statistics.median(ratios):.3f}× ({min(ratios):.3f}–{max(ratios):.3f})   {note}"
         yield line.rstrip()
 
@@ -239,10 +239,10 @@ def main(argv: Sequence[str]) -> int:
             stack.callback(version.end)
             version.send("cases")
         try:
-            known = [version.answer() for version in versions]
+            offered = [version.answer() for version in versions]
         except FailedError as failure:
             raise SystemExit(str(failure)) from failure
-        common = [case for case in known[0] if all(case in other for other in known[1:])]
+        common = [case for case in offered[0] if all(case in other for other in offered[1:])]
         if not common:
             raise SystemExit("the versions have no such case in common on this device")
         for case in common:

@@ -89,16 +89,16 @@ def graphed(prepare: Callable[[], Callable[[], Any]], seen: Callable[[Any], Any]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run = prepare()
-            # what a third call replays is known before the capture
+            # from the third call on `core.launch.replay` repeats launches: let it learn them before the capture
             for _ in range(3):
                 run()
         torch.cuda.synchronize()
         with collected(), torch.cuda.graph(graph, stream=stream):
-            kept = run, run()  # what only `run` owns, the graph reads
+            captured = run, run()  # keep `run`, too: the graph reads memory that only it owns
 
         def replay() -> Any:
             graph.replay()
-            return kept[1]
+            return captured[1]
 
         return replay
 

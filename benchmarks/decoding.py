@@ -77,15 +77,15 @@ class Ends(nn.Module):
 def dense(
     blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int, window: int | None = None
 ) -> tuple[Callable[[], object], str, int]:
-    """Return a step, by the fastest attention, its name, and the bytes kept per sequence; every fourth block global."""
+    """Return a step, by the fastest attention, its name, and the cache's bytes a sequence; every fourth block global."""
     weight = ends.head.weight
     heads, dim = blocks[0].heads, weight.shape[1]  # type: ignore[union-attr]
-    seen = [
+    lengths = [
         tokens + 1 if window is None or i % 4 == 3 else min(tokens + 1, window * 3 // 2) for i in range(len(blocks))
     ]
     caches = [
         torch.randn(2, batch, n, heads, dim // heads, device=weight.device, dtype=weight.dtype)
-        for n in seen  # type: ignore[operator, arg-type]
+        for n in lengths  # type: ignore[operator, arg-type]
     ]
     token = torch.randint(VOCABULARY, (batch, 1), device=weight.device)
     position = torch.full((1,), tokens, device=weight.device)
@@ -96,19 +96,19 @@ def dense(
             x = block(x, cache, position)
         token.copy_(ends.head(x).argmax(-1))
 
-    kept = sum(cache.nbytes for cache in caches) // batch
+    cache_bytes = sum(cache.nbytes for cache in caches) // batch
     if not weight.is_cuda:
-        return step, "torch's choice", kept
-    found: list[tuple[float, str, Any]] = []
+        return step, "torch's choice", cache_bytes
+    timed: list[tuple[float, str, Any]] = []
     for name, backend in ATTENTIONS.items():
         try:
             with sdpa_kernel(backend):
                 run = graphed(lambda: step).build()
         except RuntimeError:
             continue
-        found.append((milliseconds(run, weight.device, 8), name, run))
-    _, name, run = min(found, key=lambda one: one[0])
-    return run, name, kept
+        timed.append((milliseconds(run, weight.device, 8), name, run))
+    _, name, run = min(timed, key=lambda one: one[0])
+    return run, name, cache_bytes
 
 
 def milliseconds(step: Callable[[], object], device: torch.device, steps: int) -> float:
@@ -123,17 +123,17 @@ def milliseconds(step: Callable[[], object], device: torch.device, steps: int) -
 
 
 def prompts(runs: dict[str, Callable[[Tensor], object]], prompt: Tensor) -> dict[str, float]:
-    """Return the median time of each run by a prompt, in ms, and that by prompts of lengths not seen before."""
-    times: dict[str, list[float]] = {f"{of}{name} ms": [] for of in ("", "new ") for name in runs}
+    """Return each run's median time for a prompt, in ms, and for prompts of lengths that it has not had before."""
+    times: dict[str, list[float]] = {f"{prefix}{name} ms": [] for prefix in ("", "new ") for name in runs}
     # kernels are compiled in the first turn, replays begin in the third
     for turn in range(3 + 2 * TURNS):
         for i, (name, run) in enumerate(runs.items()):
-            for of, tokens in (("", prompt), ("new ", prompt[:, 1 + turn * len(runs) + i :].contiguous())):
+            for prefix, tokens in (("", prompt), ("new ", prompt[:, 1 + turn * len(runs) + i :].contiguous())):
                 _wait(prompt.device)
                 began = time.perf_counter()
                 run(tokens)
                 _wait(prompt.device)
-                times[f"{of}{name} ms"].append(1e3 * (time.perf_counter() - began))
+                times[f"{prefix}{name} ms"].append(1e3 * (time.perf_counter() - began))
     return {name: round(sorted(t[3:])[TURNS], 2) for name, t in times.items()}
 
 
@@ -148,10 +148,10 @@ def kernels(step: Callable[[], object]) -> int | None:
 
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         step()
         torch.cuda.synchronize()
-    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return len(events) or None
 
 
@@ -159,7 +159,7 @@ def floor_bytes(blocks: nn.ModuleList, batch: int, tokens: int) -> int:
     """Return the bytes that a token has to read: weights, two windows or all keys, and what chosen tokens attend to."""
     total = 0.0
     for name, p in blocks.named_parameters():
-        # weights of a heavy branch, and those of experts, have readers with some probability
+        # a heavy branch's weights, and an expert's, are read if at least one sequence's token chose them
         share = K if ".heavy." in name else 2 / EXPERTS if p.dim() == 3 else 1.0
         total += p.nbytes * (1 - (1 - share) ** batch)
     for block in blocks:
@@ -183,16 +183,16 @@ def models(args: argparse.Namespace) -> tuple[Ends, nn.ModuleList, dict[str, nn.
             "experts": [block(window=w, num_experts=EXPERTS, hidden_dim=2 * dim) for w in windows],
         }
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    made = {name: nn.ModuleList(blocks).to(dtype).eval() for name, blocks in ours.items()}
-    return ends.to(dtype).eval(), rival.to(dtype).eval(), made
+    models_by_name = {name: nn.ModuleList(blocks).to(dtype).eval() for name, blocks in ours.items()}
+    return ends.to(dtype).eval(), rival.to(dtype).eval(), models_by_name
 
 
 def measure(
-    args: argparse.Namespace, of: tuple[Ends, nn.ModuleList, dict[str, nn.ModuleList]], tokens: int, batch: int,
+    args: argparse.Namespace, parts: tuple[Ends, nn.ModuleList, dict[str, nn.ModuleList]], tokens: int, batch: int,
     bandwidth: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the models keep of a sequence, and what prompts and steps take."""
-    ends, rival, ours = of
+    """Return the caches' bytes of a sequence, and the times of prompts and steps."""
+    ends, rival, ours = parts
     device, dtype = ends.head.weight.device, ends.head.weight.dtype
     record: dict[str, Any] = {
         "tokens": tokens, "dim": args.dim, "heads": args.dim // 64, "blocks": args.blocks, "batch": batch,
@@ -237,8 +237,8 @@ def writing(device: str) -> float:
     from onepass.train.config import build
     from onepass.train.model import new
 
-    rest = {"seed": 0, "device": device, "precision": "fp32", "threads": 1, "data": "", "paths": ()}
-    model = new(build("gpu", task="causal", **rest)).to(device).eval()
+    options = {"seed": 0, "device": device, "precision": "fp32", "threads": 1, "data": "", "paths": ()}
+    model = new(build("gpu", task="causal", **options)).to(device).eval()
     count = 1024 if device == "cuda" else 64
     decoder, prompt = model.decoder(1, 2100), torch.randint(256, (1, 1000), device=device)
     decoder.generate(prompt, 2)
@@ -266,15 +266,15 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = 0.0
     if args.device == "cuda" and not args.prefill:
         source = torch.randn(2**28, device="cuda")
-        into = torch.empty_like(source)
-        bandwidth = 2e3 * source.nbytes / milliseconds(lambda: into.copy_(source), source.device, 10)
-        del source, into
+        target = torch.empty_like(source)
+        bandwidth = 2e3 * source.nbytes / milliseconds(lambda: target.copy_(source), source.device, 10)
+        del source, target
         about["copy TB/s"] = round(bandwidth / 1e12, 3)
         print(about)
-    records, of = [], models(args)
+    records, parts = [], models(args)
     for tokens in args.tokens:
         for batch in args.batch:
-            records.append(measure(args, of, tokens, batch, bandwidth))
+            records.append(measure(args, parts, tokens, batch, bandwidth))
             print(records[-1], flush=True)
             if args.json:
                 files.write(args.json, json.dumps({**about, "records": records}, indent=1) + "\n")

@@ -15,15 +15,15 @@ Record = Mapping[str, Any]
 
 def _ordered(values: Sequence[str], first: str | None = None) -> list[str]:
     """Distinct values in order of appearance, one of them put first."""
-    found = list(dict.fromkeys(values))
-    return sorted(found, key=lambda v: v != first)
+    distinct = list(dict.fromkeys(values))
+    return sorted(distinct, key=lambda v: v != first)
 
 
 def _groups(records: Sequence[Record], *fields: str) -> dict[tuple[str, ...], list[Record]]:
-    found: dict[tuple[str, ...], list[Record]] = {}
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        found.setdefault(tuple(str(record[f]) for f in fields), []).append(record)
-    return found
+        groups.setdefault(tuple(str(record[f]) for f in fields), []).append(record)
+    return groups
 
 
 def _time(record: Record, best: float) -> str:
@@ -78,16 +78,16 @@ def page(header: Record, records: Sequence[Record]) -> str:
     """Everything that a results file says: times, host time, memory, what went wrong."""
     parts = [f"{caption(header)}. Microseconds (% of copy).", table(records)]
     if any(r["host_us"] is not None for r in records):
-        what = "with warm caches" if header.get("device") == "cpu" else "until the call returns, on an idle device"
-        parts += [f"## Host time\nMicroseconds {what}.", table(records, _host)]
+        measured = "with warm caches" if header.get("device") == "cpu" else "until the call returns, on an idle device"
+        parts += [f"## Host time\nMicroseconds {measured}.", table(records, _host)]
     if any(r.get("peak_mib") is not None for r in records):
         parts += ["## Memory\nMiB above the inputs: the most during a call (of which kept).", table(records, _memory)]
     for field in ("failed", "disagreeing"):
-        told = [
+        lines = [
             f"- {p['impl']} at {p['op']} {p['pass']} {label(p['case'])} {p['dtype']}: {p['note']}"
             for p in header.get(field) or []
         ]
-        parts += [f"## {field.capitalize()}\n" + "\n".join(told) + "\n"] if told else []
+        parts += [f"## {field.capitalize()}\n" + "\n".join(lines) + "\n"] if lines else []
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 

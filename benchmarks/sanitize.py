@@ -49,8 +49,8 @@ def kernels(op: str) -> set[str]:
 
     package = importlib.import_module(f"onepass.{op}" if op == "fused" else f"onepass.ops.{op}")
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    there = [v for m in modules for name, v in vars(m).items() if name.endswith("_kernel")]
-    return {_where(k) for k in there if isinstance(k, KernelInterface)}
+    kernels_of_op = [v for m in modules for name, v in vars(m).items() if name.endswith("_kernel")]
+    return {_where(k) for k in kernels_of_op if isinstance(k, KernelInterface)}
 
 
 def _where(kernel: Any) -> str:
@@ -58,14 +58,14 @@ def _where(kernel: Any) -> str:
 
 
 def reaching_more(reached: Mapping[str, list[str]]) -> list[str]:
-    """Names of calls each of which reaches kernels that none before it does, the most first: together, all of them."""
-    found: list[str] = []
-    seen: set[str] = set()
-    while len(seen) < len({kernel for kernels in reached.values() for kernel in kernels}):
-        # the first of equals
-        found.append(max(reached, key=lambda name: len({*reached[name]} - seen)))
-        seen |= {*reached[found[-1]]}
-    return found
+    """Names of calls that together reach all kernels: each adds kernels that those before it lack, the most first."""
+    order: list[str] = []
+    covered: set[str] = set()
+    while len(covered) < len({kernel for kernels in reached.values() for kernel in kernels}):
+        # max takes the first of equals
+        order.append(max(reached, key=lambda name: len({*reached[name]} - covered)))
+        covered |= {*reached[order[-1]]}
+    return order
 
 
 def bare(op: str, seconds: float, part: int = 1, parts: int = 1, order: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def bare(op: str, seconds: float, part: int = 1, parts: int = 1, order: list[str
     New calls start for `seconds` only, and after twice that the process ends, be it within a call. How far it came is
     printed after every call.
     """
-    # an exit, not a kill: a tool sums up what it has seen
+    # exit, not a kill, so that the tool prints its summary
     end = threading.Timer(2 * seconds, os._exit, (1,))
     end.daemon = True
     end.start()
@@ -114,7 +114,7 @@ def _usable() -> bool:
 
 
 def _watch() -> Counter[str]:
-    """Launches of each of our kernels from now on."""
+    """Count the launches of each of our kernels from now on."""
     from triton.runtime.jit import JITFunction
 
     launched: Counter[str] = Counter()
@@ -125,29 +125,29 @@ def _watch() -> Counter[str]:
         return run(self, *args, **kwargs)
 
     JITFunction.run = noted  # type: ignore[method-assign]
-    # what is remembered is launched, and replayed, without `run`
+    # remembered launches, and replays, do not go through `run`: remember none
     compiled._remember = lambda *_: None  # type: ignore[assignment]
     return launched
 
 
-# memcheck: space between allocations, so that one step beyond a tensor is no step into the next
+# memcheck: space between allocations, so that a step beyond a tensor does not land in the next one
 OPTIONS = {"memcheck": ("--padding", "64")}
 
 
 def _command(op: str, seconds: float, tool: str | None, part: str, order: Path) -> list[str]:
-    own = [sys.executable, "-m", "benchmarks.sanitize", "--op", op, "--bare", "--seconds", str(seconds), "--part", part]
+    run = [sys.executable, "-m", "benchmarks.sanitize", "--op", op, "--bare", "--seconds", str(seconds), "--part", part]
     if tool is None:
-        return own
+        return run
     return [
         *("compute-sanitizer", "--tool", tool, "--print-limit", "50", *OPTIONS.get(tool, ())),
-        *(*own, "--order", str(order)),
+        *(*run, "--order", str(order)),
     ]
 
 
 def _gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may be, a GPU each."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())] or [""]
+    """Values for CUDA_VISIBLE_DEVICES, one for each GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
 
 
 def _start(command: list[str], log: Path, gpu: str) -> tuple[Any, Path, float]:
@@ -174,8 +174,8 @@ def _finish(process: Any, log: Path, began: float, limit: float) -> dict[str, An
         process.kill()
         process.wait()
         code = None
-    found = {"seconds": round(time.perf_counter() - began, 1), "exit": code}
-    return found | read_log(log.read_text(errors="replace"))
+    outcome = {"seconds": round(time.perf_counter() - began, 1), "exit": code}
+    return outcome | read_log(log.read_text(errors="replace"))
 
 
 def merged(op: str, tool: str | None, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,11 +205,11 @@ def drive(ops: list[str], tools: list[str], seconds: float, logs: Path, parts: i
                 log = logs / f"{op}.{tool or 'plain'}.{i}.log"
                 started.setdefault((op, tool), []).append(_start(command, log, next(gpus)))
         for (op, tool), running in started.items():
-            found = [_finish(*process, 2 * seconds + 30) for process in running]
+            outcomes = [_finish(*process, 2 * seconds + 30) for process in running]
             if tool is None:
-                reached = {name: which for part in found for name, which in part.get("reached", {}).items()}
+                reached = {name: names for part in outcomes for name, names in part.get("reached", {}).items()}
                 files.write(logs / f"{op}.order", json.dumps(reaching_more(reached)))
-            table.append(merged(op, tool, found))
+            table.append(merged(op, tool, outcomes))
             print(json.dumps(table[-1]), flush=True)
     return table
 
@@ -243,8 +243,8 @@ def main() -> int:
         files.write(args.json, json.dumps(table, indent=1) + "\n")
     under = [row for row in table if row["tool"] != "none"]
     clean = all(row["errors"] == 0 and row.get("wrong") == 0 for row in under if row["op"] != PLANTED)
-    seen = all(row["errors"] for row in under if row["op"] == PLANTED)
-    return 0 if clean and seen else 1
+    tools_see = all(row["errors"] for row in under if row["op"] == PLANTED)
+    return 0 if clean and tools_see else 1
 
 
 if __name__ == "__main__":

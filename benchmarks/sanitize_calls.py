@@ -44,8 +44,8 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
     grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if pairs:
         grads = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    given = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True)]
-    return [o.detach() for o in outs] + given
+    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True)]
+    return [o.detach() for o in outs] + gradients
 
 
 def _wide(value: Any) -> Any:
@@ -64,22 +64,22 @@ def check(fn: Callable[..., Any], reference: Callable[..., Any], sample: Sample,
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * scale)
 
 
-def of_spec(found: Spec, dtype: torch.dtype, names: tuple[str, ...] = ()) -> Iterator[Call]:
+def of_spec(spec: Spec, dtype: torch.dtype, names: tuple[str, ...] = ()) -> Iterator[Call]:
     """The calls that an operator's contract makes, or those of these names."""
-    samples = [s for s in found.samples(maker(dtype)) if not names or s.name in names]
+    samples = [s for s in spec.samples(maker(dtype)) if not names or s.name in names]
     missing = set(names) - {s.name for s in samples}
     if missing:
-        raise ValueError(f"{found.name} has no sample {', '.join(sorted(missing))}")
-    return of_samples(found, dtype, samples)
+        raise ValueError(f"{spec.name} has no sample {', '.join(sorted(missing))}")
+    return of_samples(spec, dtype, samples)
 
 
-def of_samples(found: Spec, dtype: torch.dtype, samples: list[Sample]) -> Iterator[Call]:
+def of_samples(spec: Spec, dtype: torch.dtype, samples: list[Sample]) -> Iterator[Call]:
     """Calls of an operator with these samples, but for empty ones."""
-    tolerance = found.grad_factor * found.tolerances[dtype].rtol
+    tolerance = spec.grad_factor * spec.tolerances[dtype].rtol
     for sample in samples:
         if all(v.numel() for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, Tensor)):
-            name = f"{found.name}, {sample.name}, {str(dtype)[6:]}"
-            yield name, lambda s=sample: check(found.op, found.reference, s, tolerance)  # type: ignore[misc]
+            name = f"{spec.name}, {sample.name}, {str(dtype)[6:]}"
+            yield name, lambda s=sample: check(spec.op, spec.reference, s, tolerance)  # type: ignore[misc]
 
 
 class few_multiprocessors:  # noqa: N801 - used as a function
@@ -108,8 +108,8 @@ def _in_8_bits(x: Tensor) -> None:
     from onepass.ops.norm.definition import to_e4m3
 
     for by, columns in (("row", x.shape[-1]), ("block", 128)):
-        found = onepass.rms_norm(x, quantize=by)  # type: ignore[call-overload]
-        for actual, expected in zip(found, to_e4m3(onepass.rms_norm(x), columns), strict=True):
+        pair = onepass.rms_norm(x, quantize=by)  # type: ignore[call-overload]
+        for actual, expected in zip(pair, to_e4m3(onepass.rms_norm(x), columns), strict=True):
             torch.testing.assert_close(actual.float(), expected.float(), rtol=0.13, atol=2**-9)
 
 
@@ -144,43 +144,43 @@ def norm() -> Iterator[Call]:
 
 def weighted_sum() -> Iterator[Call]:
     """Every sample, several 16-bit vectors over a whole tile, and the weight's gradient alone."""
-    (found,) = load("weighted_sum").SPECS
+    (spec,) = load("weighted_sum").SPECS
     for dtype in (BF16, FP32):
         make = maker(dtype)
-        x, tolerance = make(70, 136), found.grad_factor * found.tolerances[dtype].rtol
-        yield from of_samples(found, dtype, [Sample("a tile, four vectors", (make(70, 136), make(4, 136)))])
+        x, tolerance = make(70, 136), spec.grad_factor * spec.tolerances[dtype].rtol
+        yield from of_samples(spec, dtype, [Sample("a tile, four vectors", (make(70, 136), make(4, 136)))])
         alone = Sample("weight alone", (make(136),))
-        ours, theirs = functools.partial(found.op, x), functools.partial(found.reference, _wide(x))
+        ours, theirs = functools.partial(spec.op, x), functools.partial(spec.reference, _wide(x))
         yield f"weighted_sum, weight alone, {str(dtype)[6:]}", functools.partial(check, ours, theirs, alone, tolerance)
-        yield from of_spec(found, dtype)
+        yield from of_spec(spec, dtype)
 
 
-def _long(found: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
+def _long(spec: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
     """One row just longer than what one program takes, shared by a team; wide gates take few steps."""
     long = [Sample(f"long {n}", (maker(FP32)(1, n),), {"k": 4000.5, "eps": 4.0, **options})]
-    yield from of_samples(found, FP32, long)
+    yield from of_samples(spec, FP32, long)
 
 
 def soft_topk() -> Iterator[Call]:
     """Short rows and rows of a team; backward where topk has chosen."""
     shortest, *_, longest = topk()
     yield from (shortest, longest)
-    (found,) = load("soft_topk").SPECS
-    yield from _long(found, 16387, {"kind": "sigmoid"})
-    yield from _long(found, 32771, {})
+    (spec,) = load("soft_topk").SPECS
+    yield from _long(spec, 16387, {"kind": "sigmoid"})
+    yield from _long(spec, 32771, {})
     yield from of_spec(
-        found, FP32, ("rows, capped_exp", "rows, sigmoid", "rows, laplace", "rows, clamp",
+        spec, FP32, ("rows, capped_exp", "rows, sigmoid", "rows, laplace", "rows, clamp",
                       "k and eps tensors, capped_exp", "mask, 0-d k", "wide"),
     )  # fmt: skip
-    yield from of_spec(found, BF16, ("wide",))
+    yield from of_spec(spec, BF16, ("wide",))
 
 
 def coor_descent() -> Iterator[Call]:
     """Short rows and rows of a team."""
-    (found,) = load("coor_descent").SPECS
-    yield from _long(found, 32771, {"n_iters": 3})
-    yield from of_spec(found, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
-    yield from of_spec(found, BF16, ("wide",))
+    (spec,) = load("coor_descent").SPECS
+    yield from _long(spec, 32771, {"n_iters": 3})
+    yield from of_spec(spec, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
+    yield from of_spec(spec, BF16, ("wide",))
 
 
 def topk() -> Iterator[Call]:
@@ -188,10 +188,10 @@ def topk() -> Iterator[Call]:
     import onepass
 
     def select(s: Tensor, k: int, mask: Tensor | None) -> None:
-        found = onepass.topk(s.detach().requires_grad_(), k, mask=mask)
-        (found.values.sum() + found.gates.square().sum()).backward()
+        top = onepass.topk(s.detach().requires_grad_(), k, mask=mask)
+        (top.values.sum() + top.gates.square().sum()).backward()
         allowed = s.detach().cpu() if mask is None else s.detach().cpu().masked_fill(~mask.cpu(), -torch.inf)
-        torch.testing.assert_close(found.values.detach().cpu(), allowed.topk(k).values, rtol=0, atol=0)
+        torch.testing.assert_close(top.values.detach().cpu(), allowed.topk(k).values, rtol=0, atol=0)
 
     make = maker(FP32)
     for n, k in ((33, 5), (1000, 100), (5000, 4500), (9001, 20), (9001, 4100), (32771, 700)):
@@ -203,9 +203,9 @@ def topk() -> Iterator[Call]:
 
 def routing() -> Iterator[Call]:
     """Every sample of the operators."""
-    for found in load("routing").SPECS:
+    for spec in load("routing").SPECS:
         for dtype in (FP32, BF16):
-            yield from of_spec(found, dtype)
+            yield from of_spec(spec, dtype)
 
 
 def fused() -> Iterator[Call]:
@@ -225,15 +225,15 @@ def fused() -> Iterator[Call]:
         given[5] = (torch.arange(41)[None] < torch.tensor([[41], [32]])).to(DEVICE) if mask else None
         if not scored:
             given[2:5], given[6] = [None, None, make(2, 9, 33)], torch.arange(0, 36, 2).view(2, 9).to(DEVICE)
-        found = []
+        results = []
         for device in (DEVICE, "cpu"):
             x, w, v, ds, dy, real, rows = (None if t is None else t.to(device) for t in given)
             way = norms.way(x, w, v)
             y, s, stats = way.forward(x, rows, real, w, v, 1e-6, 1e-6, FP32)
             partials = x.new_empty(way.programs(x, dy.shape[0] * dy.shape[1]), 33 if v is None else 66)
             (dx,) = way.backward(dy, x, rows, real, w, v, stats, s, ds, None, 1, True, partials, None)
-            found.append([t.cpu() for t in (y, s, dx, partials.sum(0)) if t is not None])
-        for a, e in zip(*found, strict=True):
+            results.append([t.cpu() for t in (y, s, dx, partials.sum(0)) if t is not None])
+        for a, e in zip(*results, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4 * max(1.0, float(e.abs().max())))
 
     for scored, mask in ((True, True), (True, False), (False, False)):
@@ -243,16 +243,16 @@ def fused() -> Iterator[Call]:
 
     def both(build: Callable[[], torch.nn.Module], shape: tuple[int, ...], mask: bool) -> None:
         torch.manual_seed(4)
-        here = build().to(DEVICE)
-        there = copy.deepcopy(here).cpu()
+        module_here = build().to(DEVICE)
+        module_cpu = copy.deepcopy(module_here).cpu()
         real = torch.arange(shape[1])[None] < torch.tensor([[shape[1]], [shape[1] - 9]]) if mask else None
         x = torch.randn(*shape)
-        found = []
-        for module, device in ((here, DEVICE), (there, "cpu")):
+        results = []
+        for module, device in ((module_here, DEVICE), (module_cpu, "cpu")):
             y = module(x.to(device), None if real is None else real.to(device))
             y.square().sum().backward()
-            found.append([y.detach().cpu(), *(p.grad.cpu() for p in module.parameters() if p.grad is not None)])
-        for a, e in zip(*found, strict=True):
+            results.append([y.detach().cpu(), *(p.grad.cpu() for p in module.parameters() if p.grad is not None)])
+        for a, e in zip(*results, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * max(1.0, float(e.abs().max())))
 
     def block() -> torch.nn.Module:
@@ -262,14 +262,14 @@ def fused() -> Iterator[Call]:
     def decode() -> None:
         """Steps after prompts of unequal lengths, over the ends of windows."""
         torch.manual_seed(4)
-        here = RoutedBlock(24, 0.5, heads=3, light_heads=4, dim_head=6, window=8, causal=True).to(DEVICE).eval()
-        there = copy.deepcopy(here).cpu()
-        x, mask, found = torch.randn(3, 30, 24), torch.arange(20) < torch.tensor([[20], [7], [13]]), []
-        for module, device in ((here, DEVICE), (there, "cpu")):
+        module_here = RoutedBlock(24, 0.5, heads=3, light_heads=4, dim_head=6, window=8, causal=True).to(DEVICE).eval()
+        module_cpu = copy.deepcopy(module_here).cpu()
+        x, mask, results = torch.randn(3, 30, 24), torch.arange(20) < torch.tensor([[20], [7], [13]]), []
+        for module, device in ((module_here, DEVICE), (module_cpu, "cpu")):
             cache = module.new_cache(3, 64)
             module(x[:, :20].to(device), mask.to(device), cache=cache)
-            found.append(torch.cat([module(x[:, i : i + 1].to(device), cache=cache).cpu() for i in range(20, 30)], 1))
-        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+            results.append(torch.cat([module(x[:, i : i + 1].to(device), cache=cache).cpu() for i in range(20, 30)], 1))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
     yield "decoding", decode
     for mask in (False, True):
@@ -335,13 +335,13 @@ def experts() -> Iterator[Call]:
 
     def parts() -> None:
         weight = maker(FP32)(5, 33)
-        found = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
-        torch.testing.assert_close(found, weight, rtol=2**-23, atol=0.0)
+        spec = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
+        torch.testing.assert_close(spec, weight, rtol=2**-23, atol=0.0)
 
     kernels_products._fits_torch = lambda a, b: False  # initcheck reports the tensor maps of torch's product
-    for found, dtype in itertools.product(load("experts").SPECS, (FP32, BF16)):
-        yield from of_spec(found, dtype)
-        alone = dataclasses.replace(found, op=torch.no_grad()(found.op), reference=torch.no_grad()(found.reference))
+    for spec, dtype in itertools.product(load("experts").SPECS, (FP32, BF16)):
+        yield from of_spec(spec, dtype)
+        alone = dataclasses.replace(spec, op=torch.no_grad()(spec.op), reference=torch.no_grad()(spec.reference))
         yield from of_spec(alone, dtype)
     for score, dtype in itertools.product(("sigmoid", "softmax"), (FP32, BF16)):
         router = Sample(score, (maker(dtype)(37, 24), maker(FP32)(5, 24)))
@@ -387,6 +387,6 @@ def calls(op: str) -> Iterator[Call]:
     if op in OWN:
         yield from OWN[op]()
         return
-    for found in load(op).SPECS if op in folders() else ():
+    for spec in load(op).SPECS if op in folders() else ():
         for dtype in (FP32, BF16):
-            yield from of_spec(found, dtype)
+            yield from of_spec(spec, dtype)

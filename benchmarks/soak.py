@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-# what every child would import again
+# imported here, so that children need not import it again
 from onepass.__main__ import main as onepass_command
 from onepass.core.about import cpu_name, versions
 from onepass.train import checkpoint
@@ -83,8 +83,8 @@ def start(arguments: list[str], log: Path, before: Callable[[], None] = lambda: 
 
 def ended(child: int) -> int | None:
     """Return the exit code of a process, −n for signal n; None while it runs."""
-    found, status = os.waitpid(child, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def wait(child: int, until: Callable[[], bool] = lambda: False) -> int | None:
@@ -148,7 +148,7 @@ class Soak:
 
     def round(self, fault: str, step: int) -> None:
         """Go on, meet a fault after `step` steps at the earliest, and see what is left."""
-        known, draws = self.stamp(), self.draws
+        stamp, draws = self.stamp(), self.draws
         seed, delay = draws.randrange(2**32), draws.random()
         limit = draws.randrange(1, 20_000)
         before: Callable[[], None] = lambda: None  # noqa: E731
@@ -162,7 +162,7 @@ class Soak:
         elif fault == "disk full":
             code = wait(child)
         else:
-            code = wait(child, lambda: self.stamp() != known and checkpoint.load(self.saved).step >= step)
+            code = wait(child, lambda: self.stamp() != stamp and checkpoint.load(self.saved).step >= step)
             if code is not None:
                 raise SoakError(f"it ended with code {code} before it was stopped")
             if fault == "kill -9 in a write":
@@ -189,11 +189,11 @@ class Soak:
 
     def judge(self, fault: str, code: int | None) -> None:
         """See that the process ended as it should have, and that what it left is whole."""
-        said = self.log.read_text(errors="replace")
-        wanted = {"disk full": (2,), "SIGTERM": (143,), "clock set back": (143, -9)}.get(fault, (-9,))
-        if code not in wanted or "Traceback" in said:
-            raise SoakError(f"exit code {code}, expected {' or '.join(map(str, wanted))}")
-        if fault == "disk full" and "file too large" not in said:
+        output = self.log.read_text(errors="replace")
+        expected = {"disk full": (2,), "SIGTERM": (143,), "clock set back": (143, -9)}.get(fault, (-9,))
+        if code not in expected or "Traceback" in output:
+            raise SoakError(f"exit code {code}, expected {' or '.join(map(str, expected))}")
+        if fault == "disk full" and "file too large" not in output:
             raise SoakError("it did not say that the disk is full")
         self.met[fault] += 1
         self.unfinished += bool(list(self.out.glob("*.partial")))
@@ -212,8 +212,8 @@ class Soak:
                 # from the first steps to the last, over measurements and checkpoints
                 self.round(fault, int(0.9 * self.steps * number / len(self.faults)))
             except Exception as error:
-                said = self.log.read_text(errors="replace")[-2000:]
-                raise SoakError(f"round {number}, {fault}: {error}\n{said}") from error
+                output = self.log.read_text(errors="replace")[-2000:]
+                raise SoakError(f"round {number}, {fault}: {error}\n{output}") from error
             print(f"{number:4}/{len(self.faults)}  {fault:22} step {self.step}", flush=True)
         finish(self.begin(), self.log)
         if left := list(self.out.glob("*.partial")):
@@ -230,8 +230,8 @@ def compare(one: Path, other: Path) -> dict[str, int]:
     """See that two runs came to the same; return how much was compared."""
 
     def rows(run: Path) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-        return [{name: value for name, value in row.items() if name not in CLOCKED} for row in found]
+        lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+        return [{name: value for name, value in row.items() if name not in CLOCKED} for row in lines]
 
     if rows(one) != rows(other):
         different = [i for i, (a, b) in enumerate(zip(rows(one), rows(other), strict=False)) if a != b]

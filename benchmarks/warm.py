@@ -1,4 +1,4 @@
-"""Compiling before measuring: the same cases in several processes, which leave what they compile in caches on disk."""
+"""Compile before measuring: several processes run the same cases and fill the compilers' caches on disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compile_only(cases: Sequence[tuple[str, Case]], timer: Timer, *, limit_s: fl
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # the processes are many already: none starts a pool of its own
+    # there are many processes already, so none starts a pool of its own
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "BENCHMARKS_COMPILE_ONLY": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 

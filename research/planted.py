@@ -153,7 +153,7 @@ class Task:
             layer.router = OTHERS[arm]()
         elif size.start == "adverse":
             layer.router.get_parameter("weight").data.copy_(-self.data.mark)
-        # without chosen tokens the heavy branch has no gradient
+        # in the light arm no token is chosen, so the heavy branch has no gradient
         layer.heavy.requires_grad_(arm != "light")
         self.optimizer = Lion([p for p in layer.parameters() if p.requires_grad], lr=size.lr)
         self.gradients = Gradients(self.loss, list(layer.parameters()), device)
@@ -218,12 +218,12 @@ def train(task: Task) -> dict[str, Any]:
 
 def table(folder: Path) -> str:
     """Return the means over seeds of a folder's records, an arm a row, as Markdown."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("planted*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        found.setdefault((record["size"]["start"], record["arm"]), []).append(record)
+        groups.setdefault((record["size"]["start"], record["arm"]), []).append(record)
     lines = ["| start | arm | seeds | loss | planted tokens chosen |", "|---|---|---|---|---|"]
-    for (start, arm), runs in sorted(found.items(), key=lambda item: (item[0][0], ARMS.index(item[0][1]))):
+    for (start, arm), runs in sorted(groups.items(), key=lambda item: (item[0][0], ARMS.index(item[0][1]))):
         losses = [run["final"]["loss"] for run in runs]
         spread = f" ± {statistics.stdev(losses):.3f}" if len(runs) > 1 else ""
         first, last = (100 * statistics.fmean(run[when]["picked"] for run in runs) for when in ("first", "final"))
@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m research.planted", description=TEXT, formatter_class=form)
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), help="small: two minutes on a CPU; full: for a GPU (default: by the device)")
-    where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
-    add("--start", choices=("random", "adverse"), default="random", help=where)
+    start_help = "where learned routers begin: anywhere, or pointing away from the planted tokens"
+    add("--start", choices=("random", "adverse"), default="random", help=start_help)
     add("--arm", action="append", choices=ARMS, help="one arm; may be repeated (default: all)")
     add("--seed", action="append", type=number(0, 2**31), metavar="N", help="may be repeated (default: 0 to 4)")
     add("--steps", type=number(1, 10**8), metavar="N", help="training steps (default: by the size)")

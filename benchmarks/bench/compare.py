@@ -68,13 +68,13 @@ def disagreement(ours: Any, theirs: Any, tolerance: float) -> str | None:
     return None
 
 
-def norm_error(wanted: Any, found: Any) -> float | None:
-    """Return the largest ‖found − wanted‖/‖wanted‖ of a tensor; None if nothing was found."""
-    pairs = list(zip(tensors(wanted), tensors(found), strict=True)) if tensors(found) else []
+def norm_error(expected: Any, actual: Any) -> float | None:
+    """Return the largest ‖actual − expected‖/‖expected‖ of a tensor; None without actual tensors."""
+    pairs = list(zip(tensors(expected), tensors(actual), strict=True)) if tensors(actual) else []
     return max((float((b - a).norm() / a.norm()) for a, b in pairs if a is not None and b is not None), default=None)
 
 
 def all_zero(result: Any) -> bool:
     """Return whether a result has elements and all are zero; such a case measures nothing."""
-    found = [t for t in tensors(result) if t is not None and t.numel()]
-    return bool(found) and not any(bool(piece.any()) for t in found for piece in _pieces(t))
+    nonempty = [t for t in tensors(result) if t is not None and t.numel()]
+    return bool(nonempty) and not any(bool(piece.any()) for t in nonempty for piece in _pieces(t))

@@ -24,10 +24,10 @@ def limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TookTooLongError(f"took longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)

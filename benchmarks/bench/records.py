@@ -50,8 +50,8 @@ def record(result: Result, copy_gbps: float) -> dict[str, Any]:
 
 def _problem(result: Result) -> dict[str, Any]:
     case = result.case
-    told = {"op": case.op, "pass": case.stage, "case": dict(case.params), "dtype": dtype_name(case.dtype)}
-    return told | {"impl": result.impl, "note": result.note}
+    entry = {"op": case.op, "pass": case.stage, "case": dict(case.params), "dtype": dtype_name(case.dtype)}
+    return entry | {"impl": result.impl, "note": result.note}
 
 
 def document(

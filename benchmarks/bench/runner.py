@@ -100,7 +100,7 @@ def _check_device(timer: Timer, after: str) -> None:
 
 
 def _prepare(
-    folder: str, case: Case, name: str, impl: Any, ours: Any, defined: Any, timer: Timer, limit_s: float
+    folder: str, case: Case, name: str, impl: Any, ours: Any, expected: Any, timer: Timer, limit_s: float
 ) -> _Ready:
     """Build an implementation, let it compile (rivals at most `limit_s`), measure its memory, compare its results."""
     began, before = time.perf_counter(), timer.held_bytes()
@@ -112,8 +112,8 @@ def _prepare(
         peak, result = timer.peak_bytes(call)
         result = impl.seen(result) if isinstance(impl, Prepared) else result
         status, note, error = OK, "", None
-        if defined is not None:
-            error = norm_error(defined, result)
+        if expected is not None:
+            error = norm_error(expected, result)
             if error is not None and case.check is not None and not error <= case.check:
                 status, note = DISAGREES, f"off by {error:.2g} of the definition's norm, {case.check:.2g} accepted"
         elif case.check is not None:
@@ -137,11 +137,11 @@ def _timed(ready: _Ready, us: float, host_us: float | None, seconds: float) -> R
 def _ready(folder: str, case: Case, timer: Timer, compile: bool, limit_s: float) -> Iterator[_Ready | Result]:
     """Yield each implementation of a case, ours first: ready to time, or a result that says why not."""
     torch.manual_seed(SEED)
-    defined: Any = None
+    expected: Any = None
     try:
         impls = dict(case.make())
         for name in [n for n, impl in impls.items() if isinstance(impl, Definition)]:
-            defined = impls.pop(name).call()  # type: ignore[union-attr]
+            expected = impls.pop(name).call()  # type: ignore[union-attr]
     except Exception as error:
         _check_device(timer, f"{case.op} {label(case.params)}")
         yield Result(folder, case, OURS, FAILED, note=one_line(error))
@@ -157,7 +157,7 @@ def _ready(folder: str, case: Case, timer: Timer, compile: bool, limit_s: float)
             continue
         began = time.perf_counter()
         try:
-            ready = _prepare(folder, case, name, impl, ours, defined, timer, limit_s)
+            ready = _prepare(folder, case, name, impl, ours, expected, timer, limit_s)
             ours = ready.result if name == OURS else ours
             del impl
             yield ready
@@ -181,30 +181,30 @@ def _ready(folder: str, case: Case, timer: Timer, compile: bool, limit_s: float)
 def run_case(folder: str, case: Case, timer: Timer, *, compile: bool = True, limit_s: float = 0.0) -> Iterator[Result]:
     """Measure every implementation of one case, ours first."""
     waiting: list[_Ready] = []
-    for found in _ready(folder, case, timer, compile, limit_s):
-        if isinstance(found, Result):
-            yield found
+    for outcome in _ready(folder, case, timer, compile, limit_s):
+        if isinstance(outcome, Result):
+            yield outcome
         elif isinstance(timer, CpuTimer):
-            waiting.append(found)
+            waiting.append(outcome)
         else:
             began = time.perf_counter()
             try:
-                us = timer.us(found.call)
-                host_us = timer.host_us(found.call) if us < SLOW_US else None
-                result = _timed(found, us, host_us, time.perf_counter() - began)
+                us = timer.us(outcome.call)
+                host_us = timer.host_us(outcome.call) if us < SLOW_US else None
+                result = _timed(outcome, us, host_us, time.perf_counter() - began)
             except Exception as error:
-                _check_device(timer, f"{found.untimed.impl} at {case.op} {label(case.params)}")
-                result = Result(folder, case, found.untimed.impl, FAILED, note=one_line(error))
+                _check_device(timer, f"{outcome.untimed.impl} at {case.op} {label(case.params)}")
+                result = Result(folder, case, outcome.untimed.impl, FAILED, note=one_line(error))
             yield result
-        del found  # free its memory before the next one is built
+        del outcome  # free its memory before the next one is built
     if isinstance(timer, CpuTimer) and waiting:
         calls = [ready.call for ready in waiting]
         began = time.perf_counter()
         times = list(zip(waiting, timer.us_each(calls), timer.host_us_each(calls), strict=True))
         # the calls took turns, so share the time equally
-        each = (time.perf_counter() - began) / len(waiting)
+        share = (time.perf_counter() - began) / len(waiting)
         for ready, us, host_us in times:
-            yield _timed(ready, us, host_us, each)
+            yield _timed(ready, us, host_us, share)
 
 
 def run(

@@ -64,7 +64,7 @@ def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[
         if op not in accepted:
             raise UserError(f"unknown operator {op!r}: accepted are {', '.join(accepted)}")
     dtype = DTYPES.get(args.dtype, args.dtype)
-    found = [
+    selected = [
         (f, c)
         for f, c in cases
         if (not args.ops or f in args.ops or c.op in args.ops)
@@ -73,9 +73,9 @@ def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[
         and (not args.case or any(text in label(c.params) for text in args.case))
         and args.device in (None, c.device)
     ]
-    if not found:
+    if not selected:
         raise UserError("no case matches; --list shows what there is")
-    return found
+    return selected
 
 
 def _list(cases: Sequence[tuple[str, Case]]) -> None:
@@ -92,16 +92,16 @@ def here(cases: Sequence[tuple[str, Case]], wanted: str | None) -> tuple[str, li
     """Return (device, its cases); raise UserError if this machine lacks the device or no case is for it."""
     import torch
 
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
         raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
-    device = wanted or ("cuda" if there else "cpu")
-    here = [(f, c) for f, c in cases if c.device == device]
-    if not here and device == "cpu":
+    device = wanted or ("cuda" if has_gpu else "cpu")
+    selected = [(f, c) for f, c in cases if c.device == device]
+    if not selected and device == "cpu":
         raise UserError("these cases need a CUDA GPU and torch sees none here; `onepass doctor` says more")
-    if not here:
+    if not selected:
         raise UserError("these cases are for the CPU: add --device cpu")
-    return device, here
+    return device, selected
 
 
 def timer(device: str, quick: bool) -> Timer:
@@ -121,6 +121,6 @@ def measure(cases: Sequence[tuple[str, Case]], args: argparse.Namespace, rivals:
 
     from .session import Session
 
-    kept = {"compile": not args.no_compile, "limit_s": args.limit}
-    session = Session(cases, device, rivals, args.json, **kept)
+    options = {"compile": not args.no_compile, "limit_s": args.limit}
+    session = Session(cases, device, rivals, args.json, **options)
     return session.run(timer(device, args.quick))

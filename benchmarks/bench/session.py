@@ -28,19 +28,19 @@ def installed(rivals: Mapping[str, str]) -> dict[str, str]:
 
 
 def line(result: runner.Result, copy_gbps: float, fastest_us: float | None) -> str:
-    """Return what a result says, beside the fastest rival of its case."""
+    """Return the line that is printed for a result, with its ratio to the fastest rival of its case."""
     if result.us is None:
         return f"  {result.impl}  {result.status}: {result.note}"
     gbps = records.gbps(result)
-    told = [f"{result.us:.1f} µs", f"{gbps:.0f} GB/s", f"{100 * gbps / copy_gbps:.0f} % of copy"]
+    parts = [f"{result.us:.1f} µs", f"{gbps:.0f} GB/s", f"{100 * gbps / copy_gbps:.0f} % of copy"]
     if result.host_us is not None:
-        told.append(f"{result.host_us:.1f} µs {'warm' if result.case.device == 'cpu' else 'of the host'}")
+        parts.append(f"{result.host_us:.1f} µs {'warm' if result.case.device == 'cpu' else 'of the host'}")
     if result.peak is not None:
-        told.append(f"{result.peak / 2**20:.1f} MiB")
-    told += [] if fastest_us is None else [f"{fastest_us / result.us:.2f}× fastest rival"]
-    told += [] if result.error is None else [f"error {result.error:.1e}"]
-    told += [] if result.status == runner.OK else [f"{result.status}: {result.note}"]
-    return f"  {result.impl}  {', '.join(told)}"
+        parts.append(f"{result.peak / 2**20:.1f} MiB")
+    parts += [] if fastest_us is None else [f"{fastest_us / result.us:.2f}× fastest rival"]
+    parts += [] if result.error is None else [f"error {result.error:.1e}"]
+    parts += [] if result.status == runner.OK else [f"{result.status}: {result.note}"]
+    return f"  {result.impl}  {', '.join(parts)}"
 
 
 def json_path(target: Path, folder: str) -> Path:
@@ -81,19 +81,19 @@ class Session:
         """Write the results so far, if there is a target; return the files."""
         if self.json is None:
             return []
-        found: dict[Path, list[runner.Result]] = {}
+        by_path: dict[Path, list[runner.Result]] = {}
         for result in self.results:
-            found.setdefault(json_path(self.json, result.folder), []).append(result)
-        for path, results in found.items():
+            by_path.setdefault(json_path(self.json, result.folder), []).append(result)
+        for path, results in by_path.items():
             records.write(path, records.document(self.about, results, self.copy_gbps, complete=complete))
-        return [*found]
+        return [*by_path]
 
     def _finish(self, case: Case) -> None:
-        """Print the results of a case, but for missing and skipped rivals, and save all so far."""
-        found = [r for r in self.results if r.case is case]
-        rivals = [r.us for r in found if r.status == runner.OK and runner.is_rival(r.impl) and r.us is not None]
+        """Print the results of a case, except missing and skipped rivals, and save all results so far."""
+        results = [r for r in self.results if r.case is case]
+        rivals = [r.us for r in results if r.status == runner.OK and runner.is_rival(r.impl) and r.us is not None]
         say(f"{case.op} {case.stage} {dtype_name(case.dtype)} {runner.label(case.params)}")
-        for result in found:
+        for result in results:
             if result.status not in (runner.MISSING, runner.SKIPPED):
                 say(line(result, self.copy_gbps, min(rivals, default=None)))
         self.save(complete=False)
@@ -128,8 +128,8 @@ class Session:
             say(f"skipped: {', '.join(absent)}")
         slow = sorted(self.results, key=lambda r: -r.seconds)[:5]
         if slow and slow[0].seconds > 2:
-            told = ", ".join(f"{r.impl} at {r.case.op} {runner.label(r.case.params)} {r.seconds:.0f} s" for r in slow)
-            say(f"{sum(r.seconds for r in self.results):.0f} s in all; longest: {told}")
+            text = ", ".join(f"{r.impl} at {r.case.op} {runner.label(r.case.params)} {r.seconds:.0f} s" for r in slow)
+            say(f"{sum(r.seconds for r in self.results):.0f} s in all; longest: {text}")
         for path in self.save(complete=not lost):
             say(f"wrote {path}")
         if lost:

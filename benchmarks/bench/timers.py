@@ -137,14 +137,14 @@ class CpuTimer:
         deadline = time.perf_counter() + 1e-3 * budget_ms * len(calls)
         with no_collection():
             while len(times[0]) < 5 or (len(times[0]) < 300 and time.perf_counter() < deadline):
-                for call, found in zip(calls, times, strict=True):
+                for call, samples in zip(calls, times, strict=True):
                     if flush:
                         self._flush.zero_()
                     else:
-                        call()  # warm the caches, which the others have used
+                        call()  # warm the caches after the other calls
                     start = time.perf_counter_ns()
                     call()
-                    found.append(1e-3 * (time.perf_counter_ns() - start))
+                    samples.append(1e-3 * (time.perf_counter_ns() - start))
         return [statistics.median(t) for t in times]
 
     def us_each(self, calls: Sequence[Thunk]) -> list[float]:

@@ -31,4 +31,4 @@ def all_cases() -> list[tuple[str, Case]]:
 def rivals(folders: Collection[str]) -> dict[str, str]:
     """{import name: distribution} of every rival in these folders."""
     declared = [getattr(load(name), "RIVALS", {}) for name in files() if FOLDER.get(name, name) in folders]
-    return dict(sorted((name, distribution) for found in declared for name, distribution in found.items()))
+    return dict(sorted((name, distribution) for names in declared for name, distribution in names.items()))

@@ -43,21 +43,21 @@ CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
 
 
 def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> dict[str, Callable[[], Tensor]]:
-    found: dict[str, Callable[[], Tensor]] = {"onepass": lambda: coor_descent(s, k=k, **options)}
+    impls: dict[str, Callable[[], Tensor]] = {"onepass": lambda: coor_descent(s, k=k, **options)}
     eager = optional("colt5_attention.coor_descent")
     kernel = optional("colt5_attention.triton_coor_descent")
     if eager is not None:
-        found["colt5 eager"] = lambda: eager.coor_descent(s, k=k, **options)
+        impls["colt5 eager"] = lambda: eager.coor_descent(s, k=k, **options)
     if kernel is not None and s.is_cuda:
         for segments in SEGMENTS:
-            found[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
+            impls[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
                 s, k=k, checkpoint_segments=n, **options
             )
     if compiled:
         # tracing takes ten seconds per shape and schedule, so one shape only
         iteration = torch.compile(descent, fullgraph=True)
-        found["torch.compile of the iteration"] = lambda: iteration(s, k=k, **options)
-    return found
+        impls["torch.compile of the iteration"] = lambda: iteration(s, k=k, **options)
+    return impls
 
 
 def _case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str, device: str = "cuda") -> Case:

@@ -24,7 +24,7 @@ from onepass.ops.experts.op import experts
 RIVALS = {"liger_kernel": "liger-kernel", "transformers": "transformers", "sonicmoe": "sonic-moe"}
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of a case; matrices are up, down and, for SwiGLU, gate."""
 
     x: Tensor
@@ -42,34 +42,34 @@ class Layer(NamedTuple):
     plain: Callable[..., tuple[Tensor, ...]] = lambda *gradients: gradients
 
 
-def _given(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: str) -> Given:
+def _inputs(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: str) -> Inputs:
     new = partial(torch.randn, device=device, dtype=torch.bfloat16)
     weights, indices = torch.randn(tokens, n, device=device).sigmoid().topk(k)
     shapes = [(n, dim, hidden), (n, hidden, dim), (n, dim, hidden)][: 3 if act == "swiglu" else 2]
     matrices = tuple(new(*shape).mul_(shape[1] ** -0.5) for shape in shapes)
-    return Given(new(tokens, dim), indices, weights / weights.sum(1, keepdim=True), matrices, new(tokens, dim))
+    return Inputs(new(tokens, dim), indices, weights / weights.sum(1, keepdim=True), matrices, new(tokens, dim))
 
 
-def _defined(g: Given) -> list[Tensor]:
+def _defined(g: Inputs) -> list[Tensor]:
     """Return y and the gradients by the definition, expert by expert in float64."""
     y, dx, dw = (torch.zeros_like(t, dtype=torch.float64) for t in (g.x, g.x, g.weights))
     gradients = [torch.zeros_like(m, dtype=torch.float32) for m in g.matrices]
     for e in range(len(g.matrices[0])):
         t, j = (g.indices == e).nonzero(as_tuple=True)
-        of = [p.double().requires_grad_() for p in (g.x[t], g.weights[t, j], *(m[e] for m in g.matrices))]
-        h = of[0] @ of[2]
-        a = F.gelu(h, approximate="tanh") if len(of) == 4 else F.silu(of[0] @ of[4]) * h
-        out = of[1][:, None] * (a @ of[3])
-        found = torch.autograd.grad(out, of, g.dy[t].double())
+        leaves = [p.double().requires_grad_() for p in (g.x[t], g.weights[t, j], *(m[e] for m in g.matrices))]
+        h = leaves[0] @ leaves[2]
+        a = F.gelu(h, approximate="tanh") if len(leaves) == 4 else F.silu(leaves[0] @ leaves[4]) * h
+        out = leaves[1][:, None] * (a @ leaves[3])
+        grads = torch.autograd.grad(out, leaves, g.dy[t].double())
         y.index_add_(0, t, out.detach())
-        dx.index_add_(0, t, found[0])
-        dw[t, j] = found[1]
-        for gradient, own in zip(gradients, found[2:], strict=True):
-            gradient[e] = own
+        dx.index_add_(0, t, grads[0])
+        dw[t, j] = grads[1]
+        for gradient, expert_grad in zip(gradients, grads[2:], strict=True):
+            gradient[e] = expert_grad
     return [y.float(), dx.float(), dw.float(), *gradients]
 
 
-def _both_passes(g: Given, make: Callable[[Given], Layer], compiled: bool = False) -> Callable[[], Callable[[], Any]]:
+def _both_passes(g: Inputs, make: Callable[[Inputs], Layer], compiled: bool = False) -> Callable[[], Callable[[], Any]]:
     def build() -> Callable[[], Any]:
         layer = make(g)
         run = torch.compile(layer.forward) if compiled else layer.forward
@@ -85,7 +85,7 @@ def _both_passes(g: Given, make: Callable[[Given], Layer], compiled: bool = Fals
     return build
 
 
-def _ours(g: Given) -> Layer:
+def _ours(g: Inputs) -> Layer:
     def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
         return experts(x, g.indices, weights, up, down, activation="gelu" if gate is None else "swiglu", gate=gate)
 
@@ -120,7 +120,7 @@ def _order(indices: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, places.view(indices.shape), counts.cumsum(0).int()
 
 
-def _torch(g: Given) -> Layer:
+def _torch(g: Inputs) -> Layer:
     def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
         order, places, ends = _order(g.indices, len(up))
         rows = _Move.apply(x, order, places, True)  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ def _torch(g: Given) -> Layer:
     return Layer(forward, g.matrices)
 
 
-def _products(g: Given) -> Callable[[], Any]:
+def _products(g: Inputs) -> Callable[[], Any]:
     """The products of both passes alone."""
     up, down, *gate = g.matrices
     order, places, ends = _order(g.indices, len(up))
@@ -153,7 +153,7 @@ def _products(g: Given) -> Callable[[], Any]:
     return call
 
 
-def _transformers(g: Given) -> Layer:
+def _transformers(g: Inputs) -> Layer:
     from transformers.integrations.moe import use_experts_implementation
 
     up, down, *gate = g.matrices
@@ -193,7 +193,7 @@ def _side_by_side(kernels: Any) -> None:
         tuner.do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
 
 
-def _liger(g: Given) -> Layer:
+def _liger(g: Inputs) -> Layer:
     from liger_kernel.ops import fused_moe, fused_moe_kernels
 
     _side_by_side(fused_moe_kernels)
@@ -209,7 +209,7 @@ def _liger(g: Given) -> Layer:
     return Layer(forward, (torch.cat((gate, up), -1).mT.contiguous(), down.mT.contiguous()), plain)
 
 
-def _sonic(g: Given) -> Layer:
+def _sonic(g: Inputs) -> Layer:
     """SonicMoE from its order of the rows on: its public layer has the router in it."""
     import sonicmoe.functional as sonic
 
@@ -224,9 +224,9 @@ def _sonic(g: Given) -> Layer:
             torch.empty(size, dtype=torch.int32, device=x.device) for size in (n, n + 1, *(3 * [tokens * k]))
         )
         sonic.TC_topk_router_metadata_triton(indices, n, counts, ends, rows, order, places)
-        of = rows, order, places, None, False, swiglu
-        a, h = sonic._UpProjection.apply(x, first.permute(1, 2, 0), None, ends, tokens * k, k, *of, False, False)
-        return sonic._DownProjection.apply(a, h, down.permute(1, 2, 0), None, weights, ends, tokens, k, *of)  # type: ignore[no-any-return]
+        rest = rows, order, places, None, False, swiglu
+        a, h = sonic._UpProjection.apply(x, first.permute(1, 2, 0), None, ends, tokens * k, k, *rest, False, False)
+        return sonic._DownProjection.apply(a, h, down.permute(1, 2, 0), None, weights, ends, tokens, k, *rest)  # type: ignore[no-any-return]
 
     def plain(first: Tensor, down: Tensor) -> tuple[Tensor, ...]:
         return first[:, 1::2].mT, down.mT, first[:, 0::2].mT
@@ -237,8 +237,8 @@ def _sonic(g: Given) -> Layer:
 
 def _case(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
-        g = _given(tokens, dim, n, k, hidden, act, device)
-        layers: dict[str, tuple[str, Callable[[Given], Layer]]] = {
+        g = _inputs(tokens, dim, n, k, hidden, act, device)
+        layers: dict[str, tuple[str, Callable[[Inputs], Layer]]] = {
             "onepass": ("onepass", _ours), "torch": ("torch", _torch), "transformers": ("transformers", _transformers),
         }  # fmt: skip
         if device == "cuda" and act == "swiglu":

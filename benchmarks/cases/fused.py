@@ -1,7 +1,7 @@
-"""What the modules are measured against: `python -m benchmarks fused` takes these with the operators' cases.
+"""Cases of the modules, with their rivals: `python -m benchmarks fused`.
 
-Weights differ between implementations,
-so results are not compared; the byte floor is a formal one (x, y and their gradients).
+Weights differ between implementations, so results are not compared;
+the byte floor is a formal one (x, y and their gradients).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RIVALS = {"colt5_attention": "colt5-attention"}
 
 
 class DenseBlock(nn.Module):
-    """What a `RoutedBlock` stands in for: flash attention of all to all, a dense feed-forward 4 times as wide."""
+    """The block that `RoutedBlock` replaces: flash attention over all tokens, a dense feed-forward 4 times as wide."""
 
     def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class DenseBlock(nn.Module):
 
 @contextlib.contextmanager
 def _tf32() -> Iterator[None]:
-    """What fp32 training on such a GPU takes for its matrix products, ours and the rivals'."""
-    before = torch.get_float32_matmul_precision()
+    """Allow TF32 in matrix products, ours and the rivals', as fp32 training on such a GPU does."""
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
 
 
 def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32: bool = False) -> Prepared:
@@ -59,7 +59,7 @@ def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32
 
     def build() -> Callable[[], Any]:
         layer = module().to(x.device)
-        wanted = (x, *layer.parameters())
+        inputs = (x, *layer.parameters())
 
         def forward() -> Tensor:
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -70,7 +70,7 @@ def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32
         def run() -> None:
             # as a training step does: gradients of the last one are gone, new ones are written
             with _tf32() if tf32 else contextlib.nullcontext():
-                torch.autograd.grad(forward(), wanted, dy, allow_unused=True)
+                torch.autograd.grad(forward(), inputs, dy, allow_unused=True)
 
         return run
 
@@ -164,15 +164,15 @@ class _TorchBlock(nn.Module):
         return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        of_attention, of_feed_forward, of_q, of_k = self.norms
-        q, k, v = self.qkv(of_attention(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
-        q, k = (self._turned(norm(t).to(v.dtype)) for norm, t in ((of_q, q), (of_k, k)))
+        norm_x, norm_h, norm_q, norm_k = self.norms
+        q, k, v = self.qkv(norm_x(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        q, k = (self._turned(norm(t).to(v.dtype)) for norm, t in ((norm_q, q), (norm_k, k)))
         if self.mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             y = flex_attention(q, k, v, block_mask=self.mask)  # type: ignore[assignment]
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(of_feed_forward(x))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(norm_h(x))))  # type: ignore[no-any-return]
 
 
 def _transformer(batch: int, n: int, dim: int, window: int | None) -> Case:
@@ -181,12 +181,12 @@ def _transformer(batch: int, n: int, dim: int, window: int | None) -> Case:
     def make() -> Mapping[str, Impl]:
         x = torch.randn(batch, n, dim, device="cuda", requires_grad=True)
         ours = partial(TransformerBlock, dim, window=window, causal=True)
-        made: dict[str, Callable[[], Any]] = {
+        modules: dict[str, Callable[[], Any]] = {
             "onepass": ours,
             "onepass, torch.compile": lambda: torch.compile(ours().cuda(), dynamic=False),
             "torch.compile": lambda: torch.compile(_TorchBlock(dim, n, window).cuda(), dynamic=False),
         }
-        steps = {name: both_passes(module, x, True) for name, module in made.items()}
+        steps = {name: both_passes(module, x, True) for name, module in modules.items()}
         return steps | {f"{name}, CUDA graph": graphed(step.build) for name, step in steps.items()}
 
     params = {"batch": batch, "n": n, "dim": dim, "window": window or 0}

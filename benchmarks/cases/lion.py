@@ -92,19 +92,19 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: s
 
 
 def _ends(params: list[Tensor]) -> list[Tensor]:
-    """Return what is compared: numbers of the first and the last parameter."""
+    """Return the numbers to compare: the beginnings of the first and the last parameter."""
     return [p.detach().flatten()[:4096].clone() for p in (params[0], params[-1])]
 
 
 def _defined(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return them after the two steps before a comparison: from no momentum both take the gradient's sign."""
+    """Return `_ends` by the formula after two steps; from zero momentum both steps take the gradient's sign."""
     params = _parameters(shapes, dtype, device)
     signs = [p.grad.flatten()[:4096].sign() for p in (params[0], params[-1])]  # type: ignore[union-attr]
     lr, decay = _OPTIONS["lr"], _OPTIONS["weight_decay"]
-    found = _ends(params)
+    ends = _ends(params)
     for _ in range(2):
-        found = [p.double() * (1 - lr * decay) - lr * s for p, s in zip(found, signs, strict=True)]
-    return found
+        ends = [p.double() * (1 - lr * decay) - lr * s for p, s in zip(ends, signs, strict=True)]
+    return ends
 
 
 def _prepared(
@@ -128,8 +128,8 @@ def _rival(module: str, name: str, options: dict[str, Any]) -> Callable[[list[Te
 def floor_bytes(dtype: torch.dtype, momentum: torch.dtype | str, low_precision: str, clip: bool = False) -> float:
     """Return the byte floor per element: 2P + G + 2M, 4 for a remainder or compensation, G once more for a norm."""
     state = 2 * (1 + 4 / 256) if momentum == "int8" else 2 * momentum.itemsize  # type: ignore[union-attr]
-    kept = 4 if low_precision == "remainder" else 0
-    return (4 if clip else 3) * dtype.itemsize + state + kept
+    beside = 4 if low_precision == "remainder" else 0
+    return (4 if clip else 3) * dtype.itemsize + state + beside
 
 
 def _case(
@@ -138,7 +138,7 @@ def _case(
 ) -> Case:  # fmt: skip
     shapes = MODELS[model]()
     elements = count(shapes)
-    each = floor_bytes(dtype, momentum or dtype, low_precision, clip) + (dtype.itemsize * 2 if cautious else 0)
+    element_bytes = floor_bytes(dtype, momentum or dtype, low_precision, clip) + (dtype.itemsize * 2 if cautious else 0)
 
     def ours(params: list[Tensor]) -> Any:
         optimizer = Lion(
@@ -184,7 +184,7 @@ def _case(
         params["cautious"] = "cautious"
     if clip:
         params["clip"] = "clip"
-    return Case("lion", "step", params, dtype, round(elements * each), make, _CHECK[dtype])
+    return Case("lion", "step", params, dtype, round(elements * element_bytes), make, _CHECK[dtype])
 
 
 _CPU_MODELS: Mapping[str, Sequence[tuple[int, ...]]] = {
@@ -222,11 +222,11 @@ def _cpu_case(model: str, fused: bool) -> Case:
             "lion-pytorch foreach": _rival(*_PLAIN["lion-pytorch foreach"]),
             "lion-pytorch torch.compile": _Compiled,
         }
-        there = importlib.util.find_spec("lion_pytorch") is not None
+        installed = importlib.util.find_spec("lion_pytorch") is not None
         impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(shapes, fp32, "cpu"))}
         impls["onepass"] = _prepared(ours, shapes, fp32, "cpu")
         for name, build in rivals.items():
-            impls[name] = _prepared(build, shapes, fp32, "cpu") if there else Missing("lion-pytorch")
+            impls[name] = _prepared(build, shapes, fp32, "cpu") if installed else Missing("lion-pytorch")
         return impls
 
     elements = count(shapes)

@@ -74,8 +74,8 @@ def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str, device:
         x, w, b = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
         if op == "rms_norm":
             return staged(stage, _rms_norm_rivals(x, w), (x, w))
-        made = staged(stage, _layer_norm_rivals(x, w, b), (x, w, b))
-        return made | ({"quack": _quack_layer_norm(x, w, b, stage)} if device == "cuda" else {})
+        impls = staged(stage, _layer_norm_rivals(x, w, b), (x, w, b))
+        return impls | ({"quack": _quack_layer_norm(x, w, b, stage)} if device == "cuda" else {})
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
     check = 1e-3 if dtype == torch.float32 else 5e-2

@@ -31,8 +31,8 @@ def case(op: str, params: Mapping[str, Any], floors: Mapping[str, int], setup: S
 
 
 def _rival(distribution: str, module: str, call: Callable[[Any], Callable[[], Any]]) -> Callable[[], Any] | Missing:
-    found = optional(module)
-    return Missing(distribution) if found is None else call(found)
+    rival = optional(module)
+    return Missing(distribution) if rival is None else call(rival)
 
 
 def rms(x: Tensor, w: Tensor | None) -> Tensor:
@@ -167,13 +167,13 @@ def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
 
 
 def _cases(device: str) -> list[Case]:
-    found = [*_heads(8192, 32, 128, device), *_adaptive(64, 1024, 1152, device), *_adaptive(16, 1024, 4096, device)]
+    cases = [*_heads(8192, 32, 128, device), *_adaptive(64, 1024, 1152, device), *_adaptive(16, 1024, 4096, device)]
     for cols in (4096, 8192):
-        found += _gated(16384, cols, False, 1, device) + _gated(16384, cols, True, 1, device)
-        found += _twice(16384, cols, device) + _wide_stream(16384, cols, device)
-        found += _in_8_bits(16384, cols, "row", device) + _in_8_bits(16384, cols, "block", device)
-    found += _gated(16384, 8192, True, 8, device) + _gated(262144, 128, False, 1, device)
-    return found
+        cases += _gated(16384, cols, False, 1, device) + _gated(16384, cols, True, 1, device)
+        cases += _twice(16384, cols, device) + _wide_stream(16384, cols, device)
+        cases += _in_8_bits(16384, cols, "row", device) + _in_8_bits(16384, cols, "block", device)
+    cases += _gated(16384, 8192, True, 8, device) + _gated(262144, 128, False, 1, device)
+    return cases
 
 
 CASES = _cases("cuda")

@@ -69,15 +69,15 @@ def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[]
         torchsort = optional("torchsort")
         ranks: Any = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
         return {"SOFT by Sinkhorn (200)": lambda: sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
-    found: dict[str, Callable[[], Tensor] | Missing] = {
+    impls: dict[str, Callable[[], Tensor] | Missing] = {
         "coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)
     }
     if not s.is_cuda:
         eager = optional("colt5_attention.coor_descent")
-        found["colt5 eager T=50"] = (
+        impls["colt5 eager T=50"] = (
             Missing("colt5-attention") if eager is None else lambda: eager.coor_descent(s, n_iters=50, k=k, eps=eps)
         )
-    return found
+    return impls
 
 
 def _case(

@@ -20,9 +20,9 @@ def _spans(n: int, m: int, window: int | None, causal: bool, device: str) -> tup
     i = torch.arange(n, device=device)
     if window is None:
         return torch.zeros_like(i), torch.full_like(i, m)
-    of = i // window
-    last = i + 1 if causal else (of + 2) * window
-    return ((of - 1) * window).clamp(0), last.clamp(max=m)
+    index = i // window
+    last = i + 1 if causal else (index + 2) * window
+    return ((index - 1) * window).clamp(0), last.clamp(max=m)
 
 
 def _heads_first(*tensors: Tensor) -> Any:

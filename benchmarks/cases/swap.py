@@ -42,9 +42,9 @@ def _model(sizes: tuple[int, ...], way: str, device: str, dtype: torch.dtype) ->
     return model
 
 
-def _seen(found: list[Tensor]) -> list[Tensor]:
+def _compared(results: list[Tensor]) -> list[Tensor]:
     """Return the loss and the gradients of the first layer, after those of the embedding, as one tensor."""
-    return [found[0].float()[None], torch.cat([g.flatten().float() for g in found[2:11]])]
+    return [results[0].float()[None], torch.cat([g.flatten().float() for g in results[2:11]])]
 
 
 def _case(compiled: bool, sizes: tuple[int, ...], tokens: int, device: str = "cuda") -> Case:
@@ -64,13 +64,13 @@ def _case(compiled: bool, sizes: tuple[int, ...], tokens: int, device: str = "cu
 
         mode = ", torch.compile" if compiled else ""
         impls: dict[str, Impl] = {
-            "definition": Definition(lambda: _seen(build("as it is", torch.float32)())),
-            "onepass": Prepared(lambda: build("onepass"), _seen),
-            f"as it is{mode}": Prepared(lambda: build("as it is"), _seen),
+            "definition": Definition(lambda: _compared(build("as it is", torch.float32)())),
+            "onepass": Prepared(lambda: build("onepass"), _compared),
+            f"as it is{mode}": Prepared(lambda: build("as it is"), _compared),
         }
         if device == "cuda" and not compiled:
-            there = optional("liger_kernel.transformers") is not None
-            impls["liger"] = Prepared(lambda: build("liger"), _seen) if there else Missing(RIVALS["liger_kernel"])
+            present = optional("liger_kernel.transformers") is not None
+            impls["liger"] = Prepared(lambda: build("liger"), _compared) if present else Missing(RIVALS["liger_kernel"])
         return impls
 
     d, hidden, layers, heads, kv, vocabulary = sizes

@@ -35,7 +35,7 @@ STEPS = (
 )  # fmt: skip
 # small enough for a CPU
 CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
-SEEN = 256  # rows that are compared
+COMPARED = 256  # rows that are compared
 
 
 def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Case:
@@ -45,19 +45,19 @@ def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Cas
         s = torch.randn(rows, cols, device=device, requires_grad=True)
 
         def ours() -> tuple[Tensor, Tensor]:
-            found = topk(s, k)
-            return found.values, found.gates
+            top = topk(s, k)
+            return top.values, top.gates
 
-        def apart() -> tuple[Tensor, Tensor]:
+        def composed() -> tuple[Tensor, Tensor]:
             values, indices = torch.topk(s, k)
             soft = soft_topk(s, k).gather(-1, indices)
             return values, soft + (1 - soft).detach()
 
         if stage == "forward":
-            impls: dict[str, Impl] = {"onepass": ours, "torch.topk + soft_topk": apart}
+            impls: dict[str, Impl] = {"onepass": ours, "torch.topk + soft_topk": composed}
             impls["torch.topk without gates"] = lambda: torch.topk(s.detach(), k)
             return impls
-        return staged(stage, {"onepass": lambda: ours()[1], "torch.topk + soft_topk": lambda: apart()[1]}, (s,))
+        return staged(stage, {"onepass": lambda: ours()[1], "torch.topk + soft_topk": lambda: composed()[1]}, (s,))
 
     # forward: read scores, write a value, an index and a gate for each of k, 16 bytes
     # backward: read scores, write their gradients, and 12 bytes for each of k: index and gradient of the gate
@@ -72,18 +72,18 @@ def _choice(rows: int, cols: int, k: int, dtype: torch.dtype, ties: bool = False
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device="cuda")
         s = ((4 * s).round() / 4 if ties else s).to(dtype)
-        order = s[:SEEN].sort(dim=-1, descending=True, stable=True)
+        order = s[:COMPARED].sort(dim=-1, descending=True, stable=True)
 
         def impl(call: Callable[[], Any], exact: bool = False, by_index: bool = False) -> Prepared:
-            def seen(found: Any) -> list[Tensor | None]:
-                values, indices = (t[:SEEN].double() for t in found[:2])
+            def compared(result: Any) -> list[Tensor | None]:
+                values, indices = (t[:COMPARED].double() for t in result[:2])
                 if by_index and exact:
-                    # equal to those of the definition in the order of columns
+                    # by index: equal to the definition's indices, sorted by column
                     right = order.indices[:, :k].sort(-1).values
                     indices = torch.where((indices == right).all(), order.indices[:, :k], -1)
                 return [values.sort(-1, descending=True).values, indices.double() if exact else None]
 
-            return graphed(lambda: call, seen)
+            return graphed(lambda: call, compared)
 
         impls: dict[str, Impl] = {
             "definition": Definition(lambda: [order.values[:, :k].double(), order.indices[:, :k].double()]),
@@ -134,8 +134,8 @@ def _step(decoder: str, tokens: int, dim: int, latents: int, k: int, dtype: torc
             indices = z.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k]
             return z.gather(-1, indices), indices
 
-        def loss_alone(found: list[Tensor]) -> list[Tensor | None]:
-            return [found[0], None, None]
+        def loss_alone(results: list[Tensor]) -> list[Tensor | None]:
+            return [results[0], None, None]
 
         by_torch = Prepared(lambda: step(torch.topk), loss_alone)
         return {"definition": Definition(step(exactly)), "onepass": step(topk), "torch.topk": by_torch}
@@ -151,8 +151,8 @@ def _cases() -> Iterator[Case]:
             yield _choice(*cell, dtype)
         for cell in TIES:
             yield _choice(*cell, dtype, True)
-    for given in STEPS:
-        yield _step(*given)
+    for sizes in STEPS:
+        yield _step(*sizes)
     for stage in ("forward", "backward"):
         for rows, cols, k in CELLS:
             yield _case(rows, cols, k, stage)

@@ -40,24 +40,24 @@ def command_line() -> Parser:
     """Build the parser."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m research.budget", description=TEXT, epilog=EXAMPLES, formatter_class=form)
-    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    one = kinds.add_parser("text", help="write a folder's text as one file")
-    one.add_argument("folder", type=Path, metavar="DIR")
-    one.add_argument("out", type=Path, metavar="FILE", help=".xz compresses")
-    one.set_defaults(run=write_text)
-    one = kinds.add_parser("run", help="train what is missing", description=TEXT, formatter_class=form)
-    one.add_argument("out", type=Path, metavar="DIR", help="where the records lie")
-    some = 'every combination, as "family=global window=128,256 every=4"; may be repeated'
-    one.add_argument("--run", action="append", default=[], dest="runs", metavar="RUNS", help=some)
-    one.add_argument("--list", type=Path, metavar="FILE", help="a file with such runs in every line")
-    one.add_argument("--text", type=Path, required=True, metavar="FILE", help="what `text` wrote")
-    limit = "take no run after this time; the state of one that is cut stays in DIR"
-    one.add_argument("--limit", type=number(0.0, 10**8, float), metavar="SECONDS", help=limit)
-    one.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto, cuda if there is one")
-    one.set_defaults(run=train)
-    one = kinds.add_parser("report", help="write budget.md and budget.png of a folder's records")
-    one.add_argument("out", type=Path, metavar="DIR")
-    one.set_defaults(run=write_report, extra="train")
+    subparsers = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    parser_ = subparsers.add_parser("text", help="write a folder's text as one file")
+    parser_.add_argument("folder", type=Path, metavar="DIR")
+    parser_.add_argument("out", type=Path, metavar="FILE", help=".xz compresses")
+    parser_.set_defaults(run=write_text)
+    parser_ = subparsers.add_parser("run", help="train what is missing", description=TEXT, formatter_class=form)
+    parser_.add_argument("out", type=Path, metavar="DIR", help="where the records lie")
+    runs_help = 'every combination, as "family=global window=128,256 every=4"; may be repeated'
+    parser_.add_argument("--run", action="append", default=[], dest="runs", metavar="RUNS", help=runs_help)
+    parser_.add_argument("--list", type=Path, metavar="FILE", help="a file with such runs in every line")
+    parser_.add_argument("--text", type=Path, required=True, metavar="FILE", help="what `text` wrote")
+    limit_help = "take no run after this time; the state of one that is cut stays in DIR"
+    parser_.add_argument("--limit", type=number(0.0, 10**8, float), metavar="SECONDS", help=limit_help)
+    parser_.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto, cuda if there is one")
+    parser_.set_defaults(run=train)
+    parser_ = subparsers.add_parser("report", help="write budget.md and budget.png of a folder's records")
+    parser_.add_argument("out", type=Path, metavar="DIR")
+    parser_.set_defaults(run=write_report, extra="train")
     return parser
 
 
@@ -83,20 +83,20 @@ def train(args: argparse.Namespace) -> int:
     from research.budget import runs, text
 
     deadline = time.monotonic() + args.limit if args.limit is not None else math.inf
-    asked = [run for line in args.runs for run in runs.parse(line)]
-    asked += runs.read_list(args.list) if args.list else []
-    if not asked:
+    requested = [run for line in args.runs for run in runs.parse(line)]
+    requested += runs.read_list(args.list) if args.list else []
+    if not requested:
         raise UserError('there is no run to train; give some, as in --run "family=dense width=256,512", or --list FILE')
     with doing(f"use {args.out}"):
         args.out.mkdir(parents=True, exist_ok=True)
     read = text.read(args.text, torch.device(pick_device(args.device)))
     failed = False
-    for run in dict.fromkeys(asked):
+    for run in dict.fromkeys(requested):
         if time.monotonic() >= deadline:
             say("the time is up; the same command goes on with the rest")
             break
-        with runs.claim(args.out, run) as ours:
-            if ours and (record := _one(args.out, run, read, deadline)):
+        with runs.claim(args.out, run) as claimed:
+            if claimed and (record := _one(args.out, run, read, deadline)):
                 runs.save(args.out, run, record)
                 failed |= "bits" not in record
                 line = "bits {bits:.4f}  {ms:.2f} ms  {steps:,} steps  {peak_mib:,} MiB  setup {setup:.0f} s"

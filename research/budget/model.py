@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ByteModel(nn.Module):
-    """Tokens (batch, n) → fp32 logits of 256 bytes at all places, or at `asked` (batch, m)."""
+    """Tokens (batch, n) → fp32 logits of 256 bytes at all places, or at `positions` (batch, m)."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -35,16 +35,16 @@ class ByteModel(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.to(DTYPES[run.weights])
 
-    def forward(self, tokens: Tensor, asked: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for table in self.grams:
             x = x + table(tokens)
-        around = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
-        x = (x + self.neighbours(F.pad(x.mT, around)).mT).to(self.stream)
-        for one in self.blocks:
-            x = one(x)
-        if asked is not None:
-            x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
+        padding = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
+        x = (x + self.neighbours(F.pad(x.mT, padding)).mT).to(self.stream)
+        for layer in self.blocks:
+            x = layer(x)
+        if positions is not None:
+            x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
         return self.head(self.norm(x)).float()  # type: ignore[no-any-return]
 
 
@@ -55,18 +55,18 @@ def block(run: Run, place: int, causal: bool) -> nn.Module:
             run.width, run.share, heads=run.width // HEAD, dim_head=HEAD, window=run.window, causal=causal,
             light_mult=run.light,
         )  # fmt: skip
-    far = run.family == "dense" or (run.family != "windows" and place % run.every == run.every - 1)
+    sees_all = run.family == "dense" or (run.family != "windows" and place % run.every == run.every - 1)
     experts = run.experts if run.family == "experts" else 0
-    made = TransformerBlock(
-        run.width, dim_head=HEAD, window=None if far else run.window, causal=causal, hidden_dim=run.inner,
+    layer = TransformerBlock(
+        run.width, dim_head=HEAD, window=None if sees_all else run.window, causal=causal, hidden_dim=run.inner,
         num_experts=experts, top_k=run.top_k,
     )  # fmt: skip
-    if far and run.chosen:
-        made.attention = Chosen(run)
+    if sees_all and run.chosen:
+        layer.attention = Chosen(run)
     if experts and run.shared:
         shared = int(run.shared * run.width)
-        made.feed_forward = Experts(run.width, experts, run.top_k, hidden_dim=run.inner, shared_dim=shared)
-    return made
+        layer.feed_forward = Experts(run.width, experts, run.top_k, hidden_dim=run.inner, shared_dim=shared)
+    return layer
 
 
 class Grams(nn.Module):

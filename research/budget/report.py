@@ -24,20 +24,20 @@ Pairs = Sequence[tuple[Run, Record]]
 
 def table(records: Pairs) -> str:
     """Return the leaders of every budget as Markdown, and under it every run."""
-    told = [record for _, record in records if "bits" in record]
+    measured = [record for _, record in records if "bits" in record]
     about = "; ".join(
-        words + " or ".join(sorted({str(record[name]) for record in told}))
+        words + " or ".join(sorted({str(record[name]) for record in measured}))
         for name, words in (("card", ""), ("torch", "torch "), ("text", "text "), ("date", ""))
     )
     heads = ["task", "in view", "seconds", "family", "bits per byte", "behind", "model", "runs", *_HEADS]
     lines = ["# The best model for a budget of seconds", "", about, "", *_heading(heads)]
     for (task, n, seconds), families in best(records).items():
-        means = {family: float(np.mean([r["bits"] for _, r in some])) for family, some in families.items()}
-        for family, some in families.items():
+        means = {family: float(np.mean([r["bits"] for _, r in pairs])) for family, pairs in families.items()}
+        for family, pairs in families.items():
             behind = means[family] - min(means.values())
-            bits = _spread([record["bits"] for _, record in some])
+            bits = _spread([record["bits"] for _, record in pairs])
             cells = [TASKS[task], f"{n:,}", f"{seconds:g}", NAMES[family], bits if behind else f"**{bits}**"]
-            cells += [f"{behind:.3f}" if behind else "", _model(some[0][0]), str(len(some)), *_numbers(some)]
+            cells += [f"{behind:.3f}" if behind else "", _model(pairs[0][0]), str(len(pairs)), *_numbers(pairs)]
             lines.append(_line(cells))
     heads = ["task", "in view", "seconds", "family", "bits per byte", "model", "seed", *_HEADS]
     lines += ["", *_heading(heads)]
@@ -63,14 +63,14 @@ def _spread(values: Sequence[float]) -> str:
 
 def _model(run: Run) -> str:
     """Return the options of a run that no other cell tells, and always width, depth and rate."""
-    told = ("width", "depth", "rate", "task", "n", "seconds", "seed")
-    more = [word for word in run.words() if word.partition("=")[0] not in told]
-    return f"d {run.width}, {run.depth} blocks, rate {run.rate:g}" + "".join(f", {word}" for word in more)
+    elsewhere = ("width", "depth", "rate", "task", "n", "seconds", "seed")
+    words = [word for word in run.words() if word.partition("=")[0] not in elsewhere]
+    return f"d {run.width}, {run.depth} blocks, rate {run.rate:g}" + "".join(f", {word}" for word in words)
 
 
-def _numbers(some: Pairs) -> list[str]:
+def _numbers(pairs: Pairs) -> list[str]:
     shapes = (("ms", 1.0, ".2f"), ("steps", 1.0, ",.0f"), ("parameters", 1e6, ".1f"), ("peak_mib", 1.0, ",.0f"))
-    return [f"{np.mean([record[name] for _, record in some]) / by:{shape}}" for name, by, shape in shapes]
+    return [f"{np.mean([record[name] for _, record in pairs]) / by:{shape}}" for name, by, shape in shapes]
 
 
 def _heading(cells: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run is, lists of runs, and whose turn each of them is."""
+"""Runs: their options, lists of them, their records, and which process trains which."""
 
 from __future__ import annotations
 
@@ -123,21 +123,21 @@ def parse(line: str) -> list[Run]:
             choices[key] = [kinds[key](value) for value in values.split(",")]
         except ValueError:
             raise UserError(f"{line!r}: {key} takes numbers with commas between them, got {values!r}") from None
-    found = []
+    runs = []
     for family in choices.pop("family", list[Any]()):
         if family not in FAMILIES:
             raise UserError(f"{line!r}: family must be one of {', '.join(FAMILIES)}, got {family!r}")
         if other := [key for key in choices if key not in (*COMMON, *FAMILIES[family])]:
             has = ", ".join(FAMILIES[family])
             raise UserError(f"{line!r}: {other[0]} is no option of {family}, which has {has}; give it its own line")
-        for some in itertools.product(*choices.values()):
+        for combination in itertools.product(*choices.values()):
             try:
-                found.append(Run(family, **dict(zip(choices, some, strict=True))))
+                runs.append(Run(family, **dict(zip(choices, combination, strict=True))))
             except UserError as error:
                 raise UserError(f"{line!r}: {error}") from None
-    if not found:
+    if not runs:
         raise UserError(f"{line!r}: give a family, as in family=dense; there are {', '.join(FAMILIES)}")
-    return found
+    return runs
 
 
 def read_list(path: Path) -> list[Run]:
@@ -153,25 +153,25 @@ def read_list(path: Path) -> list[Run]:
 
 def load(folder: Path) -> list[tuple[Run, Record]]:
     """Return the records of a folder: each line of its files *.json and *.jsonl is one."""
-    found = []
+    records = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")]):
         try:
             for line in path.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                found.append((Run(**record["run"]), record))
+                records.append((Run(**record["run"]), record))
         except (OSError, ValueError, KeyError, TypeError, UserError):
             raise UserError(f"{path} is no record of `research.budget`; move it away") from None
-    return found
+    return records
 
 
 def save(folder: Path, run: Run, record: Record) -> None:
-    """Write a run's record in one stroke."""
+    """Write a run's record atomically."""
     files.write(folder / f"{run.name}.json", json.dumps({"run": asdict(run), **record}) + "\n")
 
 
 @contextmanager
 def claim(folder: Path, run: Run) -> Iterator[bool]:
-    """Give whether the run is this process's until the end of the block: nobody else has it and it has no record.
+    """Yield whether this process may train the run in this block: no other process does, and it has no record.
 
     The claim is a lock of the system on a file, so that it ends with its process, however that ends.
     """
@@ -196,13 +196,13 @@ def best(records: Iterable[tuple[Run, Record]]) -> dict[tuple[str, int, float], 
     models: dict[tuple[str, int, float], dict[str, dict[Run, list[tuple[Run, Record]]]]] = {}
     for run, record in records:
         if "bits" in record:
-            alike = Run(**{**asdict(run), "seed": 0})
-            place = models.setdefault((run.task, run.n, run.seconds), {}).setdefault(run.family, {})
-            place.setdefault(alike, []).append((run, record))
+            model = Run(**{**asdict(run), "seed": 0})
+            families_of = models.setdefault((run.task, run.n, run.seconds), {}).setdefault(run.family, {})
+            families_of.setdefault(model, []).append((run, record))
     return {
         key: {
-            family: min(some.values(), key=lambda pairs: sum(r["bits"] for _, r in pairs) / len(pairs))
-            for family, some in sorted(families.items(), key=lambda item: list(FAMILIES).index(item[0]))
+            family: min(models_of.values(), key=lambda pairs: sum(r["bits"] for _, r in pairs) / len(pairs))
+            for family, models_of in sorted(families.items(), key=lambda item: list(FAMILIES).index(item[0]))
         }
         for key, families in sorted(models.items(), key=lambda item: (item[0][0] == "hidden", *item[0][1:]))
     }

@@ -27,13 +27,13 @@ def write(folder: Path, out: Path) -> str:
 
     A name that ends in .xz is compressed.
     """
-    found = data.load([str(folder)])
-    head = {"digest": found.digest, "training": len(found.training), "validation": len(found.validation)}
+    corpus = data.load([str(folder)])
+    head = {"digest": corpus.digest, "training": len(corpus.training), "validation": len(corpus.validation)}
     with doing(f"write {out}"), _open(out, "wb") as file:
         file.write(json.dumps(head).encode() + b"\n")
-        file.write(found.training.tobytes())
-        file.write(found.validation.tobytes())
-    return f"{len(found.sources):,} files, {head}"
+        file.write(corpus.training.tobytes())
+        file.write(corpus.validation.tobytes())
+    return f"{len(corpus.sources):,} files, {head}"
 
 
 def read(path: Path, device: torch.device) -> Text:

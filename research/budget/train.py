@@ -33,7 +33,7 @@ TRIAL = 16  # one part in so many of the run tells its pace again: an untrained 
 POINTS = 8  # measurements, the last one after the last step
 CURVE, FINAL = 2**18, 2**20  # bytes of validation text at each point, and in the end
 MASKED = 0.15  # part of the bytes that are hidden, where they are
-OUTSIDE = 10.0  # rate of what no block holds, over that of the blocks
+OUTSIDE = 10.0  # learning rate outside the blocks, over that of the blocks
 
 
 class Batches:
@@ -79,11 +79,11 @@ class Step:
             self.attention = fastest_attention(run.rows, run.width // HEAD, run.n, run.task == "next")
         tables = list(model.grams.parameters())
         inner = list(model.blocks.parameters())
-        known = {id(p) for p in (*tables, *inner)}
+        placed = {id(p) for p in (*tables, *inner)}
         groups = [
             {"params": [p for p in inner if p.dim() > 1], "scale": 1.0, "weight_decay": 0.1},
             {"params": [p for p in inner if p.dim() < 2], "scale": 1.0},
-            {"params": [p for p in model.parameters() if id(p) not in known], "scale": OUTSIDE},
+            {"params": [p for p in model.parameters() if id(p) not in placed], "scale": OUTSIDE},
         ]
         # a tensor a group on CUDA, which the graph reads
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -97,12 +97,12 @@ class Step:
             self.optimizers.append(torch.optim.Adam([group], lr=rate, betas=(0.9, 0.99), **fast))
         self.captured = Captured(self.compute, batches.device)
 
-    def compute(self, tokens: Tensor, wanted: Tensor, *places: Tensor) -> None:
-        # backward then makes new gradients; inside the capture each replay writes these anew
+    def compute(self, tokens: Tensor, targets: Tensor, *places: Tensor) -> None:
+        # backward then allocates gradients; those of a capture are written anew by each replay
         for parameter in self.model.parameters():
             parameter.grad = None
         with self.computing():
-            loss = F.cross_entropy(self.model(tokens, *places).flatten(0, 1), wanted.flatten())
+            loss = F.cross_entropy(self.model(tokens, *places).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             optimizer.step()
@@ -133,7 +133,7 @@ class Step:
 
     def capture(self) -> float:
         """Take the steps that compile and capture; return milliseconds; begin with the first weights again."""
-        first = [t.detach().clone() for t in self.weights()]  # others keep nodes of autograd, with this call's stream
+        first = [t.detach().clone() for t in self.weights()]  # else nodes of autograd stay, with this stream
         self.timed(EAGER)
         if self.cuda and self.captured.graph is None:
             raise RuntimeError(f"the step can't be captured: {self.captured.why_eager}")
@@ -179,9 +179,9 @@ def train(run: Run, text: Text, cut: Path, deadline: float) -> Record | None:
     torch.compiler.reset()
     torch.manual_seed(run.seed)
     model, batches = ByteModel(run).to(device), Batches(run, text)
-    for one in model.blocks:
-        part: Any = getattr(one, "feed_forward", None)
-        # the kernels between the products of the others are the library's own
+    for layer in model.blocks:
+        part: Any = getattr(layer, "feed_forward", None)
+        # not experts and routed blocks: the kernels between their products are the library's own
         if run.compile == "yes" and device.type == "cuda" and run.family != "routed" and not isinstance(part, Experts):
             part.compile(fullgraph=True, dynamic=False)
     step = Step(run, model, batches)
@@ -233,16 +233,16 @@ def measure(step: Step, count: int) -> float:
     windows = max(1, min(count, len(text) - 1) // run.n)
     starts = torch.linspace(0, len(text) - run.n - 1, windows, dtype=torch.float64).long().to(batches.device)
     draws = torch.Generator(batches.device).manual_seed(7)
-    nats, asked = 0.0, 0
+    nats, guessed = 0.0, 0
     model.eval()
     with step.computing(compiled=False):
-        for some in torch.split(starts, run.rows):
-            tokens, wanted, *places = batches.ask(text, some, draws)
+        for chunk in torch.split(starts, run.rows):
+            tokens, targets, *places = batches.ask(text, chunk, draws)
             logits = model(tokens, *places).flatten(0, 1)
-            nats += F.cross_entropy(logits, wanted.flatten(), reduction="sum").double().item()
-            asked += wanted.numel()
+            nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").double().item()
+            guessed += targets.numel()
     model.train()
-    return nats / asked / math.log(2)
+    return nats / guessed / math.log(2)
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def loads(step: Step) -> list[float]:
 
 
 def keep(cut: Path, step: Step, place: tuple[Any, ...]) -> None:
-    """Write weights, momentum, draws and place in one stroke."""
+    """Write weights, momentum, the state of the draws and the place in the run, atomically."""
     partial = cut.with_suffix(f".{os.getpid()}.partial")
     tensors = [*step.weights(), *step.states()]
     torch.save({"tensors": tensors, "draws": step.batches.draws.get_state(), "place": place}, partial)
