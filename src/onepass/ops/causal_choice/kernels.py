@@ -172,8 +172,8 @@ def load_block(
     token = b * block + cols
     inside = (b < n_blocks) & (cols < block) & (token < n_cols)
     s, real = load_scores(s_ptr, mask_ptr, row * s_row_stride, row * mask_row_stride, token, inside, HAS_MASK)
-    at = tl.where(b == 0, cols, block - 1 + b)
-    threshold = tl.load(threshold_ptr + row * (block + n_blocks - 1) + at, mask=inside, other=0.0)
+    place = tl.where(b == 0, cols, block - 1 + b)
+    threshold = tl.load(threshold_ptr + row * (block + n_blocks - 1) + place, mask=inside, other=0.0)
     return token, s, threshold, inside, real
 
 

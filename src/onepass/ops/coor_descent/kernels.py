@@ -120,9 +120,9 @@ def iterate(
     t = 1
     while t <= tl.minimum(n_changing, n_iters):
         eps = epsilon(t, eps_first, log2_decay, eps_last)
-        moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
-        off = (ref - moved) + off
-        ref = moved
+        new_ref = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+        off = (ref - new_ref) + off
+        ref = new_ref
         if t < n_iters:
             e = tl.exp2((s - ref) * (LOG2E / eps))
             total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), trace_ptr is not None, BLOCK_R)
@@ -134,11 +134,11 @@ def iterate(
         t += 1
     e = tl.exp2((s - ref) * (LOG2E / eps))
     while t <= n_iters:
-        moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
-        leaves = ((tl.abs(off) > WINDOW * eps) & (moved != ref)).to(tl.int32)
+        new_ref = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+        leaves = ((tl.abs(off) > WINDOW * eps) & (new_ref != ref)).to(tl.int32)
         if largest(leaves, BLOCK_R) > 0:
-            off = tl.where(leaves > 0, (ref - moved) + off, off)
-            ref = tl.where(leaves > 0, moved, ref)
+            off = tl.where(leaves > 0, (ref - new_ref) + off, off)
+            ref = tl.where(leaves > 0, new_ref, ref)
             s = load_scores(scores, rows, cols, BLOCK_R)
             e = tl.exp2((s - ref) * (LOG2E / eps))
         if t < n_iters:
@@ -303,7 +303,7 @@ def backward_kernel(
     dk = tl.zeros_like(level)
     t = n_iters - 1
     # prefetch the threshold and count of the next step during this one
-    before = tl.load(trace + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
+    level_before = tl.load(trace + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
     saturated = tl.load(trace + n_iters + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
     if t >= n_changing:
         eps = epsilon(t, eps_first, log2_decay, eps_last)
@@ -311,13 +311,13 @@ def backward_kernel(
         weight = tl.zeros_like(z)
         base = level
         while (t >= n_changing) & (t > 0):
-            next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+            next_level = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
             next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
             if k_ptr is not None:
                 dk += eps * da * tl.exp2((level - base) * scale)
-            weight += tl.where(z <= before, da, 0.0)
+            weight += tl.where(z <= level_before, da, 0.0)
             da *= saturated * per_k
-            level = before
+            level = level_before
             leaves = tl.abs(level - base) > WINDOW * eps
             if largest(leaves.to(tl.int32), BLOCK_R) > 0:
                 # the cap keeps 0·inf away: only saturated entries, of weight 0, have exponents above 80
@@ -325,23 +325,23 @@ def backward_kernel(
                 weight = tl.zeros_like(z)
                 da = tl.where(da == 0, 0.0, da * tl.exp2((level - base) * scale))
                 base = level
-            before = next_before
+            level_before = next_level
             saturated = next_saturated
             t -= 1
         ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
         da = tl.where(da == 0, 0.0, da * tl.exp2((level - base) * scale))
     while t > 0:
-        next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+        next_level = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
         next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
         eps = epsilon(t, eps_first, log2_decay, eps_last)
         scale = LOG2E / eps
         if k_ptr is not None:
             dk += eps * da
         da *= per_k
-        ds -= tl.where(z <= before, da * tl.exp2((z - level) * scale), 0.0)
-        da = tl.where(saturated == 0, 0.0, da * saturated * tl.exp2((before - level) * scale))
-        level = before
-        before = next_before
+        ds -= tl.where(z <= level_before, da * tl.exp2((z - level) * scale), 0.0)
+        da = tl.where(saturated == 0, 0.0, da * saturated * tl.exp2((level_before - level) * scale))
+        level = level_before
+        level_before = next_level
         saturated = next_saturated
         t -= 1
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)

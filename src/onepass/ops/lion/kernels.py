@@ -142,8 +142,8 @@ def store_scales(x, s_ptr, offset, n, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 @triton.jit
 def sign(u):
     """Return −1, 0 or 1, and nan for nan (|nan| > 0 is false): the weight must show it."""
-    one = ((u.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(u) > 0, one, u)
+    signed_one = ((u.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(u) > 0, signed_one, u)
 
 
 @triton.jit

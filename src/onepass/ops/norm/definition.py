@@ -312,8 +312,8 @@ def native(
     """
     if INTERPRET or not x.is_cpu or x.is_nested or residual is not None or gate is not None:
         return None
-    eps, offset, has_mean, stable, *others = options
-    if stable or tuple(others) != NONE or torch._C._is_any_autocast_enabled():
+    eps, offset, has_mean, stable, *rest = options
+    if stable or tuple(rest) != NONE or torch._C._is_any_autocast_enabled():
         return None
     if not isinstance(eps, (float, int)) or not eps >= 0:
         return None

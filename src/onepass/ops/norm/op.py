@@ -78,7 +78,7 @@ def reshaped(op: str, n: int, groups: int, x: Tensor, *tensors: Tensor | None) -
 
 
 def _whole(n: int, t: Any) -> Any:
-    """Return a DTensor whole along its last n dimensions, any other tensor as it is: torch 2.11 reshapes few shards."""
+    """Return a DTensor unsharded in its last n dimensions, another tensor as it is: torch 2.11 reshapes few shards."""
     if not (placements := getattr(t, "placements", ())):
         return t
     from torch.distributed.tensor import Replicate
@@ -442,8 +442,8 @@ def layer_norm(
         tensor([1., 3.])
     """
     if unknown:
-        here = "it takes eps, offset, stable, residual, out_dtype; write rms_norm's other options as torch's operations"
-        raise TypeError(f"layer_norm: there is no {next(iter(unknown))}=; {here}")
+        hint = "it takes eps, offset, stable, residual, out_dtype; write rms_norm's other options as torch's operations"
+        raise TypeError(f"layer_norm: there is no {next(iter(unknown))}=; {hint}")
     n = 1
     if more or isinstance(weight, _SHAPES):
         n, weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)

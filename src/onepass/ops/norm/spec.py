@@ -164,8 +164,8 @@ def _in_8_bits(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
     w, b = make(n), make(n)
     # on a GPU torch computes wider rows of `stable`
-    kept = {} if w.is_cuda and n > 16384 else {"layer_norm, stable": lambda x: layer_norm(x, w, b, stable=True)}
-    return kept | {
+    stable = {} if w.is_cuda and n > 16384 else {"layer_norm, stable": lambda x: layer_norm(x, w, b, stable=True)}
+    return stable | {
         "layer_norm": lambda x: layer_norm(x, w, b),
         "layer_norm, no vectors": layer_norm,
         "layer_norm, fp32 vectors": lambda x: layer_norm(x, w.float(), b.float()),

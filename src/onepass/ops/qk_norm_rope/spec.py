@@ -39,9 +39,9 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _bad_calls() -> Iterator[BadCall]:
     q, k, w, c = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(8), torch.ones(5, 4)
 
-    def call(**other: Any) -> Callable[[], Any]:
-        given = {"q": q, "k": k, "q_weight": w, "k_weight": w, "cos": c, "sin": c} | other
-        return lambda: qk_norm_rope(**given)
+    def call(**changed: Any) -> Callable[[], Any]:
+        arguments = {"q": q, "k": k, "q_weight": w, "k_weight": w, "cos": c, "sin": c} | changed
+        return lambda: qk_norm_rope(**arguments)
 
     yield BadCall("list", call(q=[1.0]), TypeError, "q must be a tensor, got list")
     yield BadCall("2-d q", call(q=w[None]), ValueError, r"q must be \(..., tokens, heads, D\), got \(1, 8\)")

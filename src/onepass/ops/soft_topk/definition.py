@@ -55,15 +55,15 @@ def _newton(
         # on a GPU the host does not wait for this
         if not x.is_cuda and bool(done.all()):
             break
-        low = total >= k
-        lo, hi = torch.where(low, c, lo), torch.where(low, hi, c)
+        too_low = total >= k
+        lo, hi = torch.where(too_low, c, lo), torch.where(too_low, hi, c)
         # far from the root gates are like exponentials: Newton on the logarithm of the smaller side
         ratio = (total - side) / (k - side)
         far = (ratio - 1).abs() > (math.inf if kind == "clamp" else 0.1)
-        new = c + torch.where(far, (total - side) * ratio.log(), total - k) / slope
-        new = torch.where((new > lo) & (new < hi) & (i < 16 or i % 2 == 0), new, 0.5 * lo + 0.5 * hi)
-        done = done | (new == c)
-        c = torch.where(done, c, new)
+        next_c = c + torch.where(far, (total - side) * ratio.log(), total - k) / slope
+        next_c = torch.where((next_c > lo) & (next_c < hi) & (i < 16 or i % 2 == 0), next_c, 0.5 * lo + 0.5 * hi)
+        done = done | (next_c == c)
+        c = torch.where(done, c, next_c)
     return c, done
 
 

@@ -195,10 +195,10 @@ def begin(pivot, count, total, squares, n_infinite, lo, hi, k, eps, KIND: tl.con
 @triton.jit
 def rebase(base, c, done, eps):
     """Move the base as close to the threshold as fp32 allows; c keeps the rest."""
-    moved = base + eps * c
-    d = (moved - base) / eps
+    new_base = base + eps * c
+    d = (new_base - base) / eps
     c_left = tl.where(tl.abs(d) < FAR, c - d, 0.0)
-    return tl.where(done > 0, base, moved), tl.where(done > 0, c, c_left)
+    return tl.where(done > 0, base, new_base), tl.where(done > 0, c, c_left)
 
 
 @triton.jit
@@ -301,9 +301,9 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     narrow = closed & (fine > 0)
     arrived = arrived | narrow
     aim = c + step
-    moved = base + eps * aim
-    c_left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
-    target = to_key(tl.where(coarse, moved, aim))
+    new_base = base + eps * aim
+    c_left = tl.where(tl.abs(aim) < FAR, aim - (new_base - base) / eps, 0.0)
+    target = to_key(tl.where(coarse, new_base, aim))
     flip = (fine == 1) & too_low
     # Newton solves most rows; in case it cycles, every fourth step bisects, and so do steps 32 to 63 of every 64
     newton = (target > lo) & (target < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32) & (flip == 0)
@@ -312,7 +312,7 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     reach = to_number(hi)
     enter = closed & coarse
     gap = (reach - to_number(lo)) / eps
-    next_base = tl.where(coarse, tl.where(newton, moved, halfway), base)
+    next_base = tl.where(coarse, tl.where(newton, new_base, halfway), base)
     next_base = tl.where(enter, to_number(lo), tl.where(flip, base + eps * reach, next_base))
     next_c = tl.where(coarse, tl.where(newton, c_left, 0.0), tl.where(newton, aim, halfway))
     next_c = tl.where(enter, 0.5 * gap, tl.where(flip, 0.5 * (c - reach), next_c))

@@ -165,12 +165,12 @@ def of_rows(
     if not s.numel():
         return ds, dk.zero_(), deps.zero_()
     plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST)
-    whole = plan.splits == 1
-    partial = None if whole else scratch(s, n_rows, plan.splits, 4)
+    whole_rows = plan.splits == 1
+    partial = None if whole_rows else scratch(s, n_rows, plan.splits, 4)
     vec = math.gcd(16, n_cols, stride(gy), s.stride(0), stride(mask))
     strides = (stride(gy) // vec, s.stride(0) // vec, stride(eps), stride(mask) // vec)
-    n_splits = 0 if whole else next_power_of_2(plan.splits)
-    for sums_only in (False,) if whole else (True, False):
+    n_splits = 0 if whole_rows else next_power_of_2(plan.splits)
+    for sums_only in (False,) if whole_rows else (True, False):
         launch(
             backward_kernel, (plan.programs, plan.splits, 1),
             (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),

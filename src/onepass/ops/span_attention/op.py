@@ -145,7 +145,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _checked(
     op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Check these beside q (batch, n) and k (batch, m); return first and last as (batch or 1, n) int32."""
+    """Check these against q (batch, n, …) and k (batch, m, …); return first and last as (batch or 1, n) int32."""
     if mask is not None:
         arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:

@@ -116,8 +116,8 @@ def write_above(
     places = tl.zeros((LANES,), tl.int64)
     n_before = totals * 0
     for i in tl.static_range(PARTS):
-        here = n_before + ((before >> (FIELD * i)) & ((1 << FIELD) - 1))
-        places |= here.to(tl.int64) << (16 * i)
+        in_part = n_before + ((before >> (FIELD * i)) & ((1 << FIELD) - 1))
+        places |= in_part.to(tl.int64) << (16 * i)
         n_before += (totals >> (FIELD * i)) & ((1 << FIELD) - 1)
     while tl.max(left, 0) > 0:
         # the exponent of a power of two

@@ -351,15 +351,15 @@ def run_kernel(
     if BY_SCORE:
         count = tl.load(state_ptr + row * COUNTERS)
     if begin < count:
-        here = begin + tl.arange(0, BLOCK)
-        packed = tl.load(packed_ptr + row * packed_row_stride + here, mask=here < count, other=EMPTY)
+        place = begin + tl.arange(0, BLOCK)
+        packed = tl.load(packed_ptr + row * packed_row_stride + place, mask=place < count, other=EMPTY)
         if BY_SCORE:
             if tl.max(is_nan(packed).to(tl.int32), 0) > 0:
                 tl.store(state_ptr + row * COUNTERS + 1, 1)
             packed = ordered(packed)
         else:
             packed = packed & LOW
-        tl.store(out_ptr + row * out_row_stride + here, tl.sort(packed, 0, descending=True), mask=here < count)
+        tl.store(out_ptr + row * out_row_stride + place, tl.sort(packed, 0, descending=True), mask=place < count)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -407,9 +407,9 @@ def merge_kernel(
             middle = (lo + hi) // 2
             searching = (lo < hi) & inside[:, None]
             probe = tl.load(packed_ptr + packed_row + start + middle, mask=searching, other=EMPTY)
-            before = (probe > survivor[:, None]) | (earlier & (probe == survivor[:, None]))
-            lo = tl.where(searching & before, middle + 1, lo)
-            hi = tl.where(searching & (before == 0), middle, hi)
+            is_before = (probe > survivor[:, None]) | (earlier & (probe == survivor[:, None]))
+            lo = tl.where(searching & is_before, middle + 1, lo)
+            hi = tl.where(searching & (is_before == 0), middle, hi)
         place = first_run * run + (cols - own_run * run) + tl.sum(lo, 1)
         if FETCH:
             wanted = inside & (place < k)
