@@ -15,6 +15,20 @@ DIM, WINDOW, VOCABULARY = 16, 8, 64
 pytestmark = pytest.mark.skipif(INTERPRET, reason="steps run no kernel of their own")
 
 
+class Codes(Tensor):
+    """A weight as torchao's and bitsandbytes': it knows products and `to` alone, and its dtype may be that of codes."""
+
+    own: Any
+    __tensor_flatten__ = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(*(getattr(a, "own", a) for a in args))
+        assert func in (Tensor.to, Tensor.is_floating_point) or func.__name__ == "__get__", func
+        return args[0] if func is Tensor.to else super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Model(nn.Module):
     def __init__(self, device: str = "cpu", kind: str = "routed", **options: Any) -> None:
         super().__init__()
@@ -32,6 +46,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         # graphs repeat the kernels, which compute in fp32
         self.to(device, torch.float64 if device == "cpu" else torch.float32).eval()
+        codes = {"torchao": torch.float64, "bitsandbytes": torch.int8}.get(kind)
+        for m in [m for m in self.blocks.modules() if codes and isinstance(m, nn.Linear)]:
+            own, m._parameters["weight"] = m.weight, torch.empty_like(m.weight, dtype=codes).as_subclass(Codes)
+            m.weight.own, m.__class__ = own, type(m) if kind == "torchao" else type("Linear4bit", (nn.Linear,), {})
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -53,7 +71,6 @@ def _near(device: str) -> dict[str, float]:
 
 
 LENGTHS = [20, WINDOW, 13]
-of_every_kind = pytest.mark.parametrize("kind", ["routed", "transformer", "both"])
 
 
 def _steps_are_the_full_forward(model: Model, decoder: Decoder, device: str) -> None:
@@ -68,7 +85,7 @@ def _steps_are_the_full_forward(model: Model, decoder: Decoder, device: str) -> 
 
 
 @torch.no_grad()
-@of_every_kind
+@pytest.mark.parametrize("kind", ["routed", "transformer", "both"])
 def test_steps_equal_the_full_forward(device: str, kind: str) -> None:
     """Twice with the same decoder: nothing of the first prompt is left."""
     model = Model(device, kind)
@@ -78,7 +95,7 @@ def test_steps_equal_the_full_forward(device: str, kind: str) -> None:
 
 
 @torch.no_grad()
-@of_every_kind
+@pytest.mark.parametrize("kind", ["routed", "transformer", "both", "torchao", "bitsandbytes"])
 def test_what_graphs_repeat_equals_the_full_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph knows of the host's counts only whether some sequence begins a window."""
     model = Model(kind=kind)

@@ -149,10 +149,6 @@ def test_no_sequence_reaches_another() -> None:
     assert torch.equal(outputs[0][::2], outputs[1][::2])
 
 
-def _routed(k: float = 0.25, causal: bool = True) -> Any:
-    return RoutedBlock(DIM, k, heads=2, dim_head=8, window=WINDOW, causal=causal)
-
-
 def _other_router() -> Any:
     block = _block()
     block.feed_forward.router = Router(DIM)
@@ -162,8 +158,8 @@ def _other_router() -> Any:
 @pytest.mark.parametrize(
     ("run", "error", "match"),
     [
-        (lambda: _routed(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
-        (lambda: _routed(causal=False).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
+        (lambda: _block(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
+        (lambda: RoutedBlock(DIM, 0.25).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
         (lambda: TransformerBlock(DIM, dim_head=8).new_cache(1), ValueError, "TransformerBlock: decoding needs causal"),
         (lambda: _other_router().new_cache(1), TypeError, "needs feed_forward.router to be a CausalRouter, got Router"),
         (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),

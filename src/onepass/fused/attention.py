@@ -133,8 +133,7 @@ def _attention_backward(
 # the precision of fp32 products decides the tiles of attention
 @partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend(
-    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    *runs: Tensor | None,
+    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, *runs: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
@@ -178,9 +177,8 @@ def _attend_backward(
 
 
 def forward(
-    plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None,
-    norm_q: Tensor, norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
-    heavy_out_w: Tensor,
+    plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor,
+    norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor, heavy_out_w: Tensor,
 ) -> tuple[Public, Saved]:  # fmt: skip
     """Return the results, and what backward needs."""
     vectors = torch.cat((vector_q, vector_kv))

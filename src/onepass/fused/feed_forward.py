@@ -171,10 +171,9 @@ def backward_products(
 
 def backward_tokens(
     plan: Plan, needs: Sequence[bool], d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
-    d_explore: Tensor | None, residual: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
-    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None,
-    chosen_stats: Tensor,
+    d_explore: Tensor | None, residual: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor,
+    vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, indices: Tensor,
+    gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None, chosen_stats: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, vectors and both norms: through the norms, the choice and the scores."""
     need_x, need_v, need_light_norm, need_heavy_norm, *_ = needs

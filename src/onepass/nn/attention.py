@@ -49,12 +49,11 @@ class HeavyAttention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, dim_head: int, *, dim_context: int | None = None,
+        self, dim: int, heads: int, dim_head: int, *, dim_context: int,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.dim_head = heads, dim_head
-        dim_context = dim if dim_context is None else dim_context
         inner = heads * dim_head
         self.norm_q = RMSNorm(dim, device=device, dtype=dtype)
         self.norm_kv = RMSNorm(dim_context, device=device, dtype=dtype)
@@ -150,7 +149,7 @@ class RoutedAttention(Layer):
             dim, heads=heads if light_heads is None else light_heads, dim_head=dim_head, window=window, causal=causal,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self.heavy = HeavyAttention(dim, heads, dim_head, device=device, dtype=dtype)
+        self.heavy = HeavyAttention(dim, heads, dim_head, dim_context=dim, device=device, dtype=dtype)
         if router_q is None:
             router_q = (
                 router_of_windows(dim, window, device, dtype) if causal else Router(dim, device=device, dtype=dtype)

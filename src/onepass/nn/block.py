@@ -92,9 +92,8 @@ class RoutedBlock(Block):
             window=window, causal=causal, device=device, dtype=dtype,
         )  # fmt: skip
         self.feed_forward = RoutedFeedForward(
-            dim, k, light_mult=light_mult, heavy_mult=heavy_mult,
-            router=router_of_windows(dim, window, device, dtype) if causal else None, bias=bias, device=device,
-            dtype=dtype,
+            dim, k, router=router_of_windows(dim, window, device, dtype) if causal else None, light_mult=light_mult,
+            heavy_mult=heavy_mult, bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
         self.dropout = dropout
 

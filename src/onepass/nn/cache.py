@@ -222,6 +222,13 @@ def _scores_at(scores: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(tokens >= 0, scores.gather(2, tokens.clamp_min(0).expand(len(scores), -1, -1)), -math.inf)
 
 
+def _keys_and_values(layer: Any, weight: Tensor, places: int, clock: Clock) -> dict[str, Tensor]:
+    """Return buffers of the dtype that a layer computes in; quantised weights are integers, or make no tensors."""
+    dtype = next(p.dtype for p in (weight, *layer.parameters()) if p.is_floating_point())
+    shape = len(clock.counts), places, layer.heads, layer.dim_head
+    return {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name in ("keys", "values")}
+
+
 class KeyCache(_Cache):
     """Keys and values of a causal `LocalAttention` or `TransformerBlock`: of the last two windows, or of all tokens.
 
@@ -235,8 +242,7 @@ class KeyCache(_Cache):
 
     def __init__(self, layer: Any, clock: Clock) -> None:
         places = 2 * layer.window if layer.window else clock.max_tokens
-        shape = len(clock.counts), places, layer.heads, layer.dim_head
-        super().__init__(clock, **{name: layer.qkv.weight.new_zeros(shape) for name in ("keys", "values")})
+        super().__init__(clock, **_keys_and_values(layer, layer.qkv.weight, places, clock))
         self.window = layer.window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -272,8 +278,8 @@ class HeavyCache(_Cache):
 
     def __init__(self, layer: Any, window: int, quota: int, clock: Clock) -> None:
         # a window gives its keys to later windows alone, so the last one needs no places
-        shape = len(clock.counts), max(1, (clock.max_tokens - 1) // window) * quota, layer.heads, layer.dim_head
-        super().__init__(clock, **{name: layer.kv.weight.new_zeros(shape) for name in ("keys", "values")})
+        places = max(1, (clock.max_tokens - 1) // window) * quota
+        super().__init__(clock, **_keys_and_values(layer, layer.kv.weight, places, clock))
         self.window, self.quota = window, quota
         clock.periods.add(window)
 
@@ -327,10 +333,10 @@ class AttentionCache(_Cache):
     tokens: Tensor
 
     def __init__(self, layer: Any, clock: Clock) -> None:
-        weight, quota = layer.light.qkv.weight, count(layer.k_kv, layer.window)
-        super().__init__(clock, tokens=weight.new_zeros(len(clock.counts), layer.window, layer.dim))
+        light, quota = KeyCache(layer.light, clock), count(layer.k_kv, layer.window)
+        super().__init__(clock, tokens=light.keys.new_zeros(len(clock.counts), layer.window, layer.dim))
         self.queries = ChoiceCache(layer.router_q, layer.k_q, clock)
-        self.light, self.heavy = KeyCache(layer.light, clock), HeavyCache(layer.heavy, layer.window, quota, clock)
+        self.light, self.heavy = light, HeavyCache(layer.heavy, layer.window, quota, clock)
 
     def previous_window(self, layer: Any, begins_window: bool) -> tuple[Tensor, RouterOutput]:
         """Return the tokens (batch, m, dim) that the window before gives, and their routing.

@@ -44,8 +44,8 @@ class _Logits(nn.Linear):
 
     @eager.outside_autocast
     def forward(self, u: Tensor) -> Tensor:
-        wide = torch.promote_types(u.dtype, torch.float32)
-        return F.linear(u.to(wide), self.weight.to(wide))
+        weight = self.weight.to(torch.promote_types(u.dtype, torch.float32))
+        return F.linear(u.to(weight.dtype), weight)  # some quantised weights keep their dtype
 
 
 class _Shared(nn.Module):
@@ -188,9 +188,10 @@ class Experts(nn.Module):
             u = self.norm(x)
         u, router = u.reshape(-1, self.dim), self.router
         options = self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
-        if type(router) is _Logits and has_no_overrides(router):
+        as_it_is = type(router) is _Logits and has_no_overrides(router)
+        if as_it_is and (hasattr(router.weight, "to_local") or not hasattr(type(router.weight), "__tensor_flatten__")):
             weights, logits, indices, counts = choice.choose_experts(u, router.weight, *options)
-        else:  # a hook, or an adapter in its place
+        else:  # a hook, an adapter in its place, or a quantised weight, which knows linear but not our operator
             logits = router(u).to(torch.promote_types(u.dtype, torch.float32))
             weights, indices, counts = definition.choose(logits, *options)
         if self.training and not torch._C._are_functorch_transforms_active():

@@ -49,8 +49,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
         if bounds[0] != 0 or bounds[-1] != total or min(lengths, default=0) < 0:
             raise ValueError(f"{caller}: cu_seqlens must rise from 0 to the {total} tokens of x, got {bounds}")
         longest = max(lengths, default=0)
-        if max_seqlen is None:
-            max_seqlen = longest
+        max_seqlen = longest if max_seqlen is None else max_seqlen
         if longest > max_seqlen:
             raise ValueError(f"{caller}: max_seqlen must be at least {longest}, the longest sequence, got {max_seqlen}")
     assert max_seqlen is not None

@@ -69,8 +69,7 @@ def _backward(
 
 
 def _ways(u: Any, weight: Any, bias: Any, mask: Any, *rest: Any) -> list[Way]:
-    none = [REPLICATE if bias is not None else None, 0 if mask is not None else None]
-    return [((0, 0, 0, PARTIAL), (0, REPLICATE, *none))]
+    return [((0, 0, 0, PARTIAL), (0, REPLICATE, None if bias is None else REPLICATE, None if mask is None else 0))]
 
 
 def _fake(u: Tensor, weight: Tensor, bias: Any, mask: Any, k: int, *rest: Any) -> tuple[Tensor, ...]:
