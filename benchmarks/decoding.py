@@ -77,7 +77,7 @@ class Ends(nn.Module):
 def dense(
     blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int, window: int | None = None
 ) -> tuple[Callable[[], object], str, int]:
-    """Return a step, by the fastest attention, its name, and the cache's bytes a sequence; every fourth block global."""
+    """Return a step, by the fastest attention, its name, and the cache's bytes a sequence; each fourth block global."""
     weight = ends.head.weight
     heads, dim = blocks[0].heads, weight.shape[1]  # type: ignore[union-attr]
     lengths = [

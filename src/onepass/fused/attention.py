@@ -100,8 +100,8 @@ def _runs(
     n = tokens.shape[1]
     if is_fake(tokens):
         # on FakeTensors attention reads no runs, and a symbolic size can't be a key of their cache
-        none = Runs(None, at_q, at_q)
-        return none, none
+        no_runs = Runs(None, at_q, at_q)
+        return no_runs, no_runs
     light = runs_of(neighbours, (n, plan.window, plan.causal), tokens.device)._replace(mask=mask)
     no_missing = mask is None and not (plan.causal and n % plan.window)
     present = None if no_missing else at_kv >= 0

@@ -185,8 +185,8 @@ def backward_tokens(
     )  # fmt: skip
 
 
-def _multiplications(plan: Plan, x: Any, up: Any, *rest: Any) -> int:
-    (batch, n, d), heavy_up = x, rest[3]
+def _multiplications(plan: Plan, x: Any, up: Any, *matrices: Any) -> int:
+    (batch, n, d), heavy_up = x, matrices[3]
     total: int = 4 * batch * d * (n * up[0] + plan.choice.k * heavy_up[0])
     return total
 

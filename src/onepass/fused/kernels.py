@@ -354,10 +354,10 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ..
     """Return each tensor (contiguous) of up to eight cast to `dtype`; None stays None."""
     out = [None if t is None else torch.empty(t.shape, dtype=dtype, device=t.device) for t in tensors]
     sizes = [0 if t is None else t.numel() for t in tensors]
-    unit, none = math.gcd(16, *sizes), TENSORS - len(tensors)
+    unit, padding = math.gcd(16, *sizes), TENSORS - len(tensors)
     launch(
-        cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *[None] * none, *out, *[None] * none),
-        (*(n // unit for n in sizes), *[0] * none), (unit, CAST_BLOCK), num_warps=4,
+        cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *[None] * padding, *out, *[None] * padding),
+        (*(n // unit for n in sizes), *[0] * padding), (unit, CAST_BLOCK), num_warps=4,
     )  # fmt: skip
     return tuple(out)
 

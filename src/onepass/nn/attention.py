@@ -22,7 +22,7 @@ from .explore import explore
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .packed import check_mask, check_tokens
-from .router import NORM_EPS, Router, RouterOutput, asked
+from .router import NORM_EPS, Router, RouterOutput, k_for
 
 if TYPE_CHECKING:
     from .cache import AttentionCache, HeavyCache
@@ -175,7 +175,7 @@ class RoutedAttention(Layer):
     ) -> tuple[Tensor, AttentionRouting]:
         """Compute module by module."""
         n, heavy = x.shape[1], self.heavy
-        routing_q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
+        routing_q = self.router_q(x, k_for(self.router_q, self.k_q, n), mask)
         if self.causal and n:
             # the router sees each window as a sequence of its own
             parts, real = windows(x, mask, self.window)
@@ -184,7 +184,7 @@ class RoutedAttention(Layer):
             scores = scores.view(len(x), cdiv(n, self.window) * self.window)[:, :n]
             routing_kv = RouterOutput(indices, gates.view(indices.shape), scores)
         else:
-            routing_kv = self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask)
+            routing_kv = self.router_kv(x, k_for(self.router_kv, self.k_kv, n), mask)
         routing, q, kv = AttentionRouting(routing_q, routing_kv), routing_q.indices, routing_kv.indices
         light_cache, heavy_cache = ({}, None) if cache is None else ({"cache": cache.light}, cache.heavy)
         y = self.light(x, mask, **light_cache).flatten(0, 1)
@@ -229,14 +229,14 @@ class RoutedAttention(Layer):
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
         """Compute what `composed` does, plus x with `residual`, as one autograd node or one operator."""
         n, (q, kv, light, heavy, *inner) = x.shape[1], parts_of(self, *_PARTS)
-        norm, qkv, out, norm_q, norm_kv, *of_heavy = (m._parameters["weight"] for m in inner)
+        norm, qkv, out, norm_q, norm_kv, *heavy_weights = (m._parameters["weight"] for m in inner)
         check_mask("Router", x, mask)
         keys = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
         plan = Plan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, q.choice(self.k_q, n), keys,
             q.explore_stride(self.k_q, n), q.explore, residual, inner[0].eps_for(x), NORM_EPS,
         )  # fmt: skip
-        weights = q.weight, kv.weight, norm, mask, norm_q, norm_kv, self.null, qkv, out, *of_heavy
+        weights = q.weight, kv.weight, norm, mask, norm_q, norm_kv, self.null, qkv, out, *heavy_weights
         if cache is not None:
             (y, *choice), near, far = with_keys(plan, x, *weights)
             cache.light.keep(*near)
@@ -252,7 +252,7 @@ class RoutedAttention(Layer):
     def quota(self, n: int) -> int | float:
         """Return how many keys and values each window gives for n > 0 tokens, or which share of its real tokens."""
         if isinstance(self.k_kv, float):
-            return asked(self.router_kv, self.k_kv, self.window)
+            return k_for(self.router_kv, self.k_kv, self.window)
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 

@@ -24,7 +24,7 @@ from onepass.ops.span_attention.op import rotary
 
 from .calls import Layer
 from .count import check_size, count
-from .router import RouterOutput, asked
+from .router import RouterOutput, k_for
 
 # torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -210,9 +210,9 @@ def _fill_choices(clock: Clock) -> None:
         scores = torch.stack([output.scores.to(dtype) for _, output in group])
         taken = (torch.stack([output.indices for _, output in group]) >= 0).sum(-1)
         start = (clock.lengths - 1) // block * block
-        before = start[:, None] - 1 - torch.arange(memory, device=scores.device)
+        earlier = start[:, None] - 1 - torch.arange(memory, device=scores.device)
         # in the first block each step computes its own threshold
-        new = _scores_at(scores, clock.last_in(memory)), ranked(_scores_at(scores, before), share), taken
+        new = _scores_at(scores, clock.last_in(memory)), ranked(_scores_at(scores, earlier), share), taken
         for name, rows in zip(("scores", "threshold", "taken"), new, strict=True):
             torch._foreach_copy_([getattr(cache, name) for cache, _ in group], list(rows))
 
@@ -349,7 +349,7 @@ class AttentionCache(_Cache):
                 empty, empty.to(self.queries.scores.dtype), self.queries.scores[:, :0]
             )
         window = layer.window
-        indices, gates, scores = layer.router_kv(self.tokens, asked(layer.router_kv, layer.k_kv, window))
+        indices, gates, scores = layer.router_kv(self.tokens, k_for(layer.router_kv, layer.k_kv, window))
         start = (self.clock.position // window - 1) * window
         return gather(self.tokens, indices), RouterOutput(indices + start[:, None], gates, scores)
 

@@ -95,10 +95,10 @@ class Layer(nn.Module):
             if getattr(module, "causal", False) or getattr(getattr(module, "router", None), "causal", False):
                 for option in ("k", "k_q", "k_kv"):
                     refuse_int(type(module).__name__, option, getattr(module, option, None))
-        padded, where = unpack(type(self).__name__, x, mask, cu_seqlens, max_seqlen)
+        padded, layout = unpack(type(self).__name__, x, mask, cu_seqlens, max_seqlen)
         # not self.forward: a subclass's forward has run already
-        y, routing = Layer.forward(self, padded, where.mask, True)
-        return y.flatten(0, 1).index_select(0, where.slots).view(x.shape), routing
+        y, routing = Layer.forward(self, padded, layout.mask, True)
+        return y.flatten(0, 1).index_select(0, layout.slots).view(x.shape), routing
 
     def cached(self, x: Tensor, mask: Tensor | None, cache: Any, return_routing: bool) -> tuple[Tensor, Any]:
         """Read a prompt, or one more token of each sequence."""

@@ -16,7 +16,7 @@ from .count import check_count, check_size
 from .explore import explore
 from .local_attention import check_heads
 from .packed import check_tokens
-from .router import Router, RouterOutput, asked
+from .router import Router, RouterOutput, k_for
 from .whole_rows import takes_whole_rows, whole_rows
 
 
@@ -116,8 +116,8 @@ class RoutedCrossAttention(nn.Module):
         if takes_whole_rows(self, x, context):
             tensors = x, context, mask, context_mask
             return whole_rows(RoutedCrossAttention, self, *tensors, return_routing=return_routing)  # type: ignore[no-any-return]
-        q: RouterOutput = self.router_q(x, asked(self.router_q, self.k_q, x.shape[1]), mask)
-        k_context = asked(self.router_kv, self.k_kv, context.shape[1])
+        q: RouterOutput = self.router_q(x, k_for(self.router_q, self.k_q, x.shape[1]), mask)
+        k_context = k_for(self.router_kv, self.k_kv, context.shape[1])
         kv: RouterOutput = self.router_kv(context, k_context, context_mask)
         routing = AttentionRouting(q, kv)
         tokens = self.heavy.norm_q(gather(x, q.indices)), self.heavy.norm_kv(gather(context, kv.indices))

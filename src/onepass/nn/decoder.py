@@ -234,8 +234,8 @@ class Decoder:
                 probs = torch.zeros_like(probs).scatter_(1, top.indices, top.values)
             if self.top_p is not None:
                 descending, order = probs.sort(dim=-1, descending=True, stable=True)
-                before = descending.cumsum(-1) - descending
-                descending = descending.masked_fill(before >= self.top_p * probs.sum(-1, keepdim=True), 0)
+                preceding = descending.cumsum(-1) - descending
+                descending = descending.masked_fill(preceding >= self.top_p * probs.sum(-1, keepdim=True), 0)
                 probs = torch.zeros_like(probs).scatter_(1, order, descending)
             cumulative = probs.cumsum(-1)
             uniform = self.numbers.gather(0, at.mT).mT

@@ -128,9 +128,9 @@ class Experts(nn.Module):
         if top_k > num_experts:
             raise ValueError(f"Experts: top_k must be ≤ num_experts = {num_experts}, got {top_k}")
         choices = ("activation", activation, ACTIVATIONS), ("score_func", score_func, ("sigmoid", "softmax"))
-        for name, value, known in choices:
-            if value not in known:
-                raise ValueError(f"Experts: {name} must be one of {known}, got {value!r}")
+        for name, value, accepted in choices:
+            if value not in accepted:
+                raise ValueError(f"Experts: {name} must be one of {accepted}, got {value!r}")
         self.dim, self.num_experts, self.top_k, self.hidden_dim = dim, num_experts, top_k, hidden_dim
         self.activation, self.score_func, self.norm_topk = activation, score_func, norm_topk
         self.balance_rate = float(balance_rate)

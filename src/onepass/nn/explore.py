@@ -44,8 +44,8 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
     in_place = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
-    rest = x.detach(), router.weight, mask, stride, router.explore, in_place
-    return (_explore if in_place else _Explore.apply)(y, *rest)
+    arguments = x.detach(), router.weight, mask, stride, router.explore, in_place
+    return (_explore if in_place else _Explore.apply)(y, *arguments)
 
 
 class _Explore(torch.autograd.Function):

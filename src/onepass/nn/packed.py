@@ -82,11 +82,11 @@ def unpack(
     """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
     cu_seqlens = checked(caller, x, mask, cu_seqlens)
     tokens = x.reshape(-1, x.shape[-1])
-    where = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
-    rows, longest = where.mask.shape
+    layout = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
+    rows, longest = layout.mask.shape
     # each token has a place of its own, so forward and backward are copies and add nothing up
-    padded = tokens.new_zeros(rows * longest, x.shape[-1]).index_copy(0, where.slots, tokens)
-    return padded.view(rows, longest, x.shape[-1]), where
+    padded = tokens.new_zeros(rows * longest, x.shape[-1]).index_copy(0, layout.slots, tokens)
+    return padded.view(rows, longest, x.shape[-1]), layout
 
 
 def refuse_int(caller: str, name: str, k: int | float | None) -> None:

@@ -22,7 +22,7 @@ from .count import check_count, check_dtype, check_number, check_size, refuse_go
 from .explore import explore
 from .norm import RMSNorm
 from .packed import check_mask, zero_padding
-from .router import NORM_EPS, Router, RouterOutput, asked
+from .router import NORM_EPS, Router, RouterOutput, k_for
 
 if TYPE_CHECKING:
     from .cache import ChoiceCache
@@ -112,7 +112,7 @@ class Routed(Layer):
 
     def composed(self, x: Tensor, mask: Tensor | None, cache: ChoiceCache | None = None) -> tuple[Tensor, RouterOutput]:
         """Compute module by module."""
-        k = asked(self.router, self.k, x.shape[1])
+        k = k_for(self.router, self.k, x.shape[1])
         routing = self.router(x, k, mask)
         y = self._branch("light", x)
         if routing.indices.shape[-1] or not x.numel():

@@ -172,7 +172,7 @@ class Router(nn.Module):
         )
 
 
-def asked(router: nn.Module, k: int | float, n: int) -> int | float:
+def k_for(router: nn.Module, k: int | float, n: int) -> int | float:
     """Return the k to call a router with: a `Router` counts a share of each row's real tokens itself.
 
     Any other module gets a number, ``max(1, round(k·n))`` for a share of the n tokens with their padding.

@@ -76,11 +76,11 @@ def routing_stats(
         (0.125, True)
     """
     totals: dict[str, Tensor] = {}
-    none = [None] * len(passes)
+    no_masks = [None] * len(passes)
     for name, per_pass in (("masks", masks), ("context_masks", context_masks)):
         if per_pass is not None and len(per_pass) != len(passes):
             raise ValueError(f"routing_stats: {name} must be one for each of {len(passes)} passes, got {len(per_pass)}")
-    for routings, mask, context_mask in zip(passes, masks or none, context_masks or none, strict=True):
+    for routings, mask, context_mask in zip(passes, masks or no_masks, context_masks or no_masks, strict=True):
         named = routings if isinstance(routings, Mapping) else {str(i): each for i, each in enumerate(routings)}
         before: dict[str, Tensor] = {}
         for name, routing in named.items():
@@ -91,8 +91,8 @@ def routing_stats(
                 )
             for path, output in _outputs(routing):
                 router, role = f"{name}.{path}", path.rpartition(".")[2]
-                of_context = context_mask is not None and path == "router_kv"
-                counts, before[role] = _count(output, context_mask if of_context else mask, before.get(role))
+                is_context = context_mask is not None and path == "router_kv"
+                counts, before[role] = _count(output, context_mask if is_context else mask, before.get(role))
                 totals[router] = totals[router] + counts if router in totals else counts
     if not totals:
         return {}
@@ -131,9 +131,9 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
     bins = flat.new_zeros(BINS).scatter_add_(
         0, (place.clamp_min(0) * BINS // length).flatten(), chosen.flatten().long()
     )
-    total, none = chosen.sum(), flat.new_zeros(())
+    total, zero = chosen.sum(), flat.new_zeros(())
     comparable = before is not None and before.shape == chosen.shape
-    compared = (total, (chosen & before.to(chosen.device)).sum()) if comparable and before is not None else (none, none)
+    compared = (total, (chosen & before.to(chosen.device)).sum()) if comparable and before is not None else (zero, zero)
     counts = [
         real.sum(), total, *compared, present.sum(),
         (present & (gates >= 1 - SATURATED)).sum(), (present & (gates <= SATURATED)).sum(),

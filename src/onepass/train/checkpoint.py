@@ -134,10 +134,10 @@ def compare(checkpoint: Checkpoint, model: nn.Module) -> None:
     states |= {f"optimizer/{n}/remainder": p.short() for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
     for name in sorted(weights.keys() | checkpoint.tensors.keys()):
         saved, expected = checkpoint.tensors.get(name), weights.get(name, states.get(name))
-        if (there := _stored(saved)) != (here := _stored(expected)):
+        if (stored := _stored(saved)) != (needed := _stored(expected)):
             key = name.removeprefix("model/")
             raise UserError(
-                f"{checkpoint.path} is of another configuration: {key:.80} is {there} there and {here} in this model"
+                f"{checkpoint.path} is of another configuration: {key:.80} is {stored} there and {needed} in this model"
             )
 
 

@@ -97,8 +97,8 @@ def numbers(trace: Trace) -> str:
     guessed = f"{int(trace.hidden.sum()):,} bytes hidden, {right:,} guessed right"
     if trace.config.hides is None:
         guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"
-    rest = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
-    return f"{look(trace).sentence}. {guessed}{rest}."
+    extent = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
+    return f"{look(trace).sentence}. {guessed}{extent}."
 
 
 def _safe(text: str) -> str:

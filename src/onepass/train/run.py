@@ -113,10 +113,10 @@ class Run:
         if self._lock is None:
             return
         try:
-            same = os.path.samestat(os.lstat(self / LOCK), self._lock)
+            unchanged = os.path.samestat(os.lstat(self / LOCK), self._lock)
         except OSError:
-            same = False
-        if not same:
+            unchanged = False
+        if not unchanged:
             raise UserError(f"{self.path} was moved, replaced or emptied while this run was using it")
 
     def _sweep(self) -> None:

@@ -61,18 +61,18 @@ def read_text(path: Path) -> bytes:
 def gather(paths: Sequence[str]) -> tuple[list[Source], list[LeftOut]]:
     """Read the files that are given or found; return them and what was left out of the directories."""
     left_out: list[LeftOut] = []
-    found: list[tuple[str, Path, bool]] = []
+    candidates: list[tuple[str, Path, bool]] = []
     for argument in paths:
         root = Path(argument)
         if root.is_dir():
-            found += _walk(root, left_out)
+            candidates += _walk(root, left_out)
         else:
-            found.append((root.name, root, True))
+            candidates.append((root.name, root, True))
     if not paths:
-        found += _walk(standard_library(), left_out, library=True)
+        candidates += _walk(standard_library(), left_out, library=True)
     sources: list[Source] = []
     name_of: dict[str, str] = {}
-    for name, path, is_argument in found:
+    for name, path, is_argument in candidates:
         content = read_text(path) if is_argument else files.read(path)
         if not is_argument and (why := why_no_text(content)):
             left_out.append(LeftOut(name, why))
