@@ -82,9 +82,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def png(records: Pairs) -> bytes:
-    """Draw a panel for each task and length: every run, and a line through the best of each family."""
+    """Draw a panel for each task and length of several budgets: every run, a line through each family's best."""
     leaders = best(records)
-    panels = list(dict.fromkeys(key[:2] for key in leaders))
+    places = [key[:2] for key in leaders]
+    panels = [place for place in dict.fromkeys(places) if places.count(place) > 1] or places[:1]
     chart = Figure(figsize=(max(6.0, 5.0 * len(panels)), 4.0), layout="constrained")
     axes = chart.subplots(1, len(panels), squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):

@@ -171,8 +171,7 @@ def train(run: Run, text: Text, cut: Path, deadline: float) -> Record | None:
     The next call with that file goes on there. Seconds are those of training steps: neither what compiles and captures
     nor measurements count.
     """
-    begun, device = time.perf_counter(), text.training.device
-    before = 0
+    begun, device, before = time.perf_counter(), text.training.device, 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

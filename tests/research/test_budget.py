@@ -56,8 +56,7 @@ def test_a_text_is_the_split_of_its_folder(file: Path) -> None:
 def test_every_family_trains(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     few(monkeypatch)
     run = MODELS[name]
-    record = train.train(run, text.read(file, CPU), tmp_path / "cut", math.inf)
-    assert record is not None
+    record = train.train(run, text.read(file, CPU), tmp_path / "cut", math.inf) or {}
     assert 0 < record["bits"] < 10
     assert record["curve"][-1]["step"] == record["steps"]
     assert len(record["load"]) == (run.depth if run.family == "experts" else 0)
