@@ -163,25 +163,26 @@ def budget() -> Iterable[str]:
     yield (
         "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
         "blocks {routed60}; after 200 s {experts200e64} (64 experts) and {global200d384} (d 384); after 600 s "
-        "{experts600} and {global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} "
-        "(d 512). Hidden bytes, after 200 s: dense {dense200task}, experts {experts200task}, without {global200task}."
+        "{experts600} and {global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} (d "
+        "512). 32 k, after 200 s: {experts200n} and {global200n}. Hidden bytes, 200 s: dense {dense200task}, experts "
+        "{experts200task}, without {global200task}."
     ).format(**budgets())
 
 
 def evidence() -> Iterable[str]:
     for told in (
-        "one global block {global60n}, {global200n} ({global60nchosen}, {global200nchosen} where",
         "{global60d512b6} | {global200d512} | {global600d512long} (8 blocks: {global600d512b8long}) |",
         "{experts60d384} | {experts200d384} | {experts600d384long} (64: {experts600d384e64long}) |",
-        "experts {experts60n}, **{experts200n}** ({experts60nchosen}, {experts200nchosen})",
-        "windows alone {windows60} and {windows200}, routed blocks {routed60} and {routed200}.",
-        "{experts200d512} | **{experts600d512long}** (64: {experts600d512e64long}) |", "{global60} | {global200} | |",
-        "reached {experts600}, without {global600}, d 512 without {global600d512}.", "**{experts200e64}** | |",
-        "{global60grams} after 60 s without experts, {experts60grams} with.", "dense {dense60n}, {dense200n}.",
+        "one global block {global60n}, {global200n} ({global60nchosen}, {global200nchosen} where",
+        "experts {experts60n}, **{experts200n}** ({experts60nchosen}, {experts200nchosen})", "**{experts200e64}** | |",
+        "windows alone {windows60}, {windows200}, routed blocks {routed60}, {routed200}.",
+        "{experts200d512} | **{experts600d512long}** (64: {experts600d512e64long}) |", "dense {dense60n}, {dense200n}.",
+        "reached {experts600}, without {global600}, d 512 without {global600d512}.", "{global60} | {global200} | |",
         "{dense60task}, experts {experts60task}, without {global60task}", "{experts200e64b6}, of 32: {experts200b6})",
         "{global60d384b6} | {global200d384} | {global600d384long} |", "reach {dense60} after 60 s and {dense200}",
-        "200 s {dense200task}, {experts200task}, {global200task}.", "512 alone {windows60n}, {windows200n}",
-        "{windows60nfar} alone, chosen keys {global60nchosenfar}", "{experts60}** | {experts200} | {experts600long} |",
+        "200 s {dense200task}, {experts200task}, {global200task}.", "{experts60}** | {experts200} | {experts600long} |",
+        "{windows60nfar} alone, chosen keys {global60nchosenfar}", "512 alone {windows60n}, {windows200n}",
+        "{global60grams} (60 s), with experts {experts60grams}.",
     ):  # fmt: skip
         yield told.format(**budgets())
 

@@ -110,8 +110,7 @@ def test_a_run_takes_its_seconds_and_one_that_is_cut_goes_on_as_if_it_had_not_be
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few(monkeypatch)
-    # milliseconds of a step before training and then
-    ticks, take, ms = list[float](), train.Step.__call__, (4, 1)
+    ticks, take, ms = list[float](), train.Step.__call__, (4, 1)  # of a step before training and in it
     monkeypatch.setattr(train.Step, "__call__", lambda s, share: (ticks.append(ms[share != 1e-3]), take(s, share)))
     monkeypatch.setattr(train.time, "perf_counter", lambda: 1e-3 * sum(ticks))
     run = Run("experts", **{**TINY, "seconds": 0.064, "grams": 64})
