@@ -18,13 +18,15 @@ from onepass.nn.cache import BlockCache
 DIM, WINDOW = 16, 8
 
 
-def _block(k: float = 1 / 4, *, seed: int = 0, memory: int = 2 * WINDOW, dtype: torch.dtype = torch.float64) -> Any:
+def _block(
+    k: float = 1 / 4, *, seed: int = 0, memory: int = 2 * WINDOW, dtype: Any = torch.float64, router: Any = None
+) -> Any:
     torch.manual_seed(seed)
     block = RoutedBlock(DIM, k, heads=2, dim_head=8, window=WINDOW, causal=True)
     nn.init.normal_(block.attention.null)
     # thresholds forget as soon as a sequence of a test allows
     block.attention.router_q = CausalRouter(DIM, block=WINDOW, memory=memory)
-    block.feed_forward.router = CausalRouter(DIM, block=WINDOW // 2, memory=memory)
+    block.feed_forward.router = router or CausalRouter(DIM, block=WINDOW // 2, memory=memory)
     return block.to(dtype).eval()
 
 
@@ -149,19 +151,13 @@ def test_no_sequence_reaches_another() -> None:
     assert torch.equal(outputs[0][::2], outputs[1][::2])
 
 
-def _other_router() -> Any:
-    block = _block()
-    block.feed_forward.router = Router(DIM)
-    return block
-
-
 @pytest.mark.parametrize(
     ("run", "error", "match"),
     [
         (lambda: _block(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
         (lambda: RoutedBlock(DIM, 0.25).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
         (lambda: TransformerBlock(DIM, dim_head=8).new_cache(1), ValueError, "TransformerBlock: decoding needs causal"),
-        (lambda: _other_router().new_cache(1), TypeError, "needs feed_forward.router to be a CausalRouter, got Router"),
+        (lambda: _block(router=Router(DIM)).new_cache(1), TypeError, "router to be a CausalRouter, got Router"),
         (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
         (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
         (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0"),

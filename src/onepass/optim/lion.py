@@ -161,7 +161,7 @@ class Lion(Optimizer):
         options that they lack keep the values of this optimizer.
 
         Raises:
-            ValueError: for the state of another optimizer, such as AdamW: rate and decay of one are not the other's.
+            ValueError: for the state of another optimizer, whose rate and decay are not Lion's; codes without scales.
         """
         incoming: dict[str, Any] = {}
         peaks = [{key: g[key] for key in ("peak_lr", "keep_peak_lr") if key in g} for g in self.param_groups]

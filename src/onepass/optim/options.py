@@ -110,18 +110,15 @@ def has_remainder(p: Tensor, group: dict[str, Any]) -> bool:
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
     """Return the dtype of the momentum of a parameter."""
-    state_dtype = group["state_dtype"]
-    if state_dtype == "int8":
-        if p.is_complex():
-            raise ValueError(f"state_dtype='int8' has no complex form for a {p.dtype} parameter; None is accepted")
-        small = p.numel() < SMALL_INT8 or (is_sharded(p) and scale_shape(p) is None)
-        return p.dtype if small else torch.int8
-    dtype: torch.dtype = state_dtype or p.dtype
+    dtype: Any = group["state_dtype"] or p.dtype
     if p.is_complex() and dtype != p.dtype:
         if dtype not in COMPLEX_STATE:
-            raise ValueError(f"state_dtype={dtype} has no complex form for a {p.dtype} parameter; None is accepted")
+            raise ValueError(f"state_dtype={dtype!r} has no complex form for a {p.dtype} parameter; None is accepted")
         return COMPLEX_STATE[dtype]
-    return dtype
+    if dtype == "int8":
+        small = p.numel() < SMALL_INT8 or (is_sharded(p) and scale_shape(p) is None)
+        return p.dtype if small else torch.int8
+    return dtype  # type: ignore[no-any-return]
 
 
 def cautious_factor(group: dict[str, Any]) -> float | None:

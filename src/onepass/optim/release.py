@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from itertools import chain
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +98,7 @@ class ReleasedGradients:
     def __enter__(self) -> ReleasedGradients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.lion.definition import dequantize, quantize_, scales_for
-from onepass.optim.options import has_remainder, momentum_dtype
+from onepass.optim.options import SMALL_INT8, has_remainder, momentum_dtype
 from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
 SCALE_KEY = "exp_avg_scale"
@@ -65,15 +65,26 @@ def refuse_others(state_dict: dict[str, Any]) -> None:
     """Raise ValueError for the state of another optimizer: its learning rate and decay would drive Lion."""
     states, groups = state_dict["state"].values(), state_dict["param_groups"]
     tensors = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
-    signs = sorted(tensors - {*_KEYS, "rounding", "step"}) or sorted(
-        {"eps", "amsgrad"} & {key for group in groups for key in group}
-    )
+    signs = sorted(tensors - {*_KEYS, "rounding", "step"}) or sorted({"eps", "amsgrad"} & set[str]().union(*groups))
     if signs or any(group.keys().isdisjoint(("betas", "beta1")) for group in groups):
         reason = f"it has {signs[0]}" if signs else "no betas"
         raise ValueError(
             f"Lion.load_state_dict: this is another optimizer's state ({reason}), whose rate and decay would replace "
             "Lion's: load the model alone, and start with a new Lion (docs/lion.md: which lr and weight_decay)"
         )
+    if any(_are_codes(state.get("exp_avg")) for state in states if state.get(SCALE_KEY) is None):
+        raise ValueError(
+            "Lion.load_state_dict: an exp_avg has int8 codes but no scales, as torch.distributed.checkpoint reads them "
+            "into a momentum of floats: load whole tensors (docs/scale.md: Lion on DTensors)"
+        )
+
+
+def _are_codes(momentum: Any) -> bool:
+    """Return whether floats are the codes of an int8 momentum: whole numbers beyond 1, in a tensor that int8 takes."""
+    if not isinstance(momentum, Tensor) or not momentum.is_floating_point() or momentum.numel() < SMALL_INT8:
+        return False
+    m = local(momentum)
+    return m.numel() > 0 and 1 < float(m.abs().max()) <= 128 and torch.equal(m, m.round())
 
 
 def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Tensor, group: dict[str, Any]) -> None:

@@ -141,14 +141,9 @@ def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) ->
 
 
 def update_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    row: Row,
-    *,
-    compiled: bool = False,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor], row: Row,
+    *, compiled: bool = False,
+) -> None:  # fmt: skip
     """Update CPU tensors of one param group and one dtype combination in place.
 
     A parameter and its gradient, momentum and extra must share dense strides. `extras`, the remainders, may be empty.
