@@ -152,7 +152,9 @@ def test_copies_and_files(spec: Layer) -> None:
         assert set(state) == {name for name in tensors_of(module) if not name.endswith("tokens_per_expert")}
         with torch.device(device):
             other = Called(spec)
+        fill(other)
         other.load_state_dict(state, assign=device == "meta")
+        assert [name for name, t in tensors_of(other).items() if t.is_meta or t.isnan().any()] == []
         same(module, other)
 
 

@@ -163,6 +163,11 @@ class Experts(nn.Module):
                 self._buffers[name] = t.to(new.device)
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # has no counts: to_empty leaves any bits there, assign=True no tensor
+        bias, counts = self.expert_bias, self.tokens_per_expert
+        self.tokens_per_expert = torch.zeros_like(bias) if counts.is_meta else counts.zero_()
+
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, ExpertRouting]:
@@ -195,8 +200,6 @@ class Experts(nn.Module):
             logits = router(u).to(torch.promote_types(u.dtype, torch.float32))
             weights, indices, counts = definition.choose(logits, *options)
         if self.training and not torch._C._are_functorch_transforms_active():
-            if self.tokens_per_expert.is_meta and not counts.is_meta:  # load_state_dict(assign=True) has none
-                self.tokens_per_expert = torch.zeros_like(self.expert_bias)
             _local(self.tokens_per_expert).add_(_local(counts))
         y = experts(u, indices, weights, *matrices[:2], activation=self.activation, gate=matrices[2])
         if self.shared is not None:
@@ -222,8 +225,8 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
     """Move the bias of each `Experts` toward experts with fewer tokens than the mean; call it once per optimizer step.
 
     Sums ``tokens_per_expert`` over the processes of `group` (default: all, where torch.distributed is initialised),
-    adds ``balance_rate · sign(mean − count)`` to each bias and clears the counts. All of it stays on the device, and a
-    CUDA graph can hold it. Recomputed forwards count twice and accumulated steps several times: the sign is the same.
+    adds ``balance_rate · sign(mean − count)`` to each bias and clears the counts, on the device: a CUDA graph can hold
+    it. Recomputed forwards count twice: the sign is the same. Under DDP accumulate in `no_sync()`: it sends buffers.
 
     Args:
         model: any module; its `Experts` are found at any depth.
@@ -267,8 +270,7 @@ def _mean_over_real(op: str, routing: ExpertRouting, function: Any) -> Tensor:
 def load_balancing_loss(routing: ExpertRouting) -> Tensor:
     r"""Return :math:`E \sum_e f_e\, p_e`: 1 where all experts get the same share, more where few get most.
 
-    f is the share of all choices that went to expert e, p the mean of softmax(logits) over the real tokens. Gradients
-    flow through p.
+    f is an expert's share of all choices, p the mean of softmax(logits) over the real tokens, with gradients.
 
     Source: Fedus et al., Switch Transformers (arXiv:2101.03961).
 

@@ -147,7 +147,7 @@ class Lion(Optimizer):
             _lr_to_device(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do; remainders of DTensors are int32, which collectives can send."""
+        """Return the state as torch does; remainders of DTensors are int32, codes in no contiguous order are fp32."""
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: gatherable(state) for key, state in saved["state"].items()}
         for group in saved["param_groups"]:  # torch.distributed.checkpoint gathers strings, but no dtype

@@ -93,11 +93,8 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
     Placeholders of other libraries are dropped; a group's `state_dtype` converts the momentum. Whole tensors are cut
     into shards for a DTensor.
     """
-    shapes: dict[str, tuple[int, ...]] = {SCALE_KEY: (scales_for(p.numel()),)}
-    if is_sharded(p):
-        blocks = scale_shape(p)
-        saved = saved if blocks is not None else without_codes(saved)
-        shapes[SCALE_KEY] = blocks or ()
+    blocks: tuple[int, ...] = (scale_shape(p) or ()) if is_sharded(p) else (scales_for(p.numel()),)
+    saved = without_codes(saved, cut=not blocks)
     if p.dtype == torch.float16 and isinstance(saved.get("kahan_comp"), Tensor):
         raise ValueError(
             "Lion: the state of a float16 parameter has a 'kahan_comp', which Lion keeps for bfloat16 alone, as a "
@@ -108,10 +105,11 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
     for name, value in saved.items():
         if name not in _KEYS:
             continue
-        if name == SCALE_KEY and isinstance(value, Tensor) and value.numel() == math.prod(shapes[name]):
+        if name == SCALE_KEY and isinstance(value, Tensor) and value.numel() == math.prod(blocks):
             # the blocks of a sharded momentum are listed by rows
-            value = value.reshape(shapes[name])
-        if not isinstance(value, Tensor) or (name != "exp_avg" and value.shape != shapes.get(name, p.shape)):
+            value = value.reshape(blocks)
+        needed = {"exp_avg": None, SCALE_KEY: blocks}.get(name, p.shape)
+        if not isinstance(value, Tensor) or needed not in (None, value.shape):
             del states[p][name]
             continue
         dtype = value.dtype
@@ -120,29 +118,31 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
         if name == "remainder" and dtype == torch.int32:
             dtype = torch.int16  # a sharded state: see `gatherable`
         # always copy: steps must not change the checkpoint
-        value = value.detach().to(p.device, dtype, copy=True)
-        states[p][name] = place_like(p, value)
+        states[p][name] = place_like(p, value.detach().to(p.device, dtype, copy=True))
 
 
-def without_codes(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with fp32 numbers in place of an int8 momentum whose blocks would cross shards."""
+def without_codes(saved: dict[str, Any], *, cut: bool) -> dict[str, Any]:
+    """Return a state with fp32 numbers for int8 codes that shards cut, or whose blocks are not runs of rows."""
     codes, scales = saved.get("exp_avg"), saved.get(SCALE_KEY)
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or codes.dtype != torch.int8:
         return saved
-    numbers = dequantize(whole(codes).contiguous(), whole(scales).reshape(-1))
+    by_rows = is_sharded(codes) or codes.is_contiguous()
+    if by_rows and not cut:
+        return saved
+    numbers = dequantize(whole(codes).contiguous() if by_rows else codes, whole(scales).reshape(-1))
     return {**saved, "exp_avg": numbers, SCALE_KEY: None}
 
 
 def gatherable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state for a state dict: the remainder of a DTensor as int32 numbers.
+    """Return a parameter's state for a state dict: numbers that may be gathered, and kept in another memory order.
 
-    Neither gloo nor NCCL gathers int16. These are numbers, not bits of int16, so an int16 checkpoint can be read
-    into them.
+    Neither gloo nor NCCL gathers int16: the remainder of a DTensor is int32, into which an int16 checkpoint can be
+    read. Few formats keep an order such as channels_last, of which the blocks of int8 are runs: these become fp32.
     """
-    remainder = state.get("remainder")
-    if remainder is None or not is_sharded(remainder):
-        return state
-    return {**state, "remainder": remainder.to(torch.int32)}
+    remainder, numbers = state.get("remainder"), without_codes(state, cut=False)
+    if numbers is not state:
+        numbers.pop(SCALE_KEY)
+    return numbers if remainder is None or not is_sharded(remainder) else {**numbers, "remainder": remainder.int()}
 
 
 def rename_options(group: dict[str, Any]) -> None:

@@ -165,9 +165,8 @@ def _fake(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor,
 
 def _fake_backward(dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Any, *rest: Any) -> Any:
     pairs = zip((x, weights, up, down, gate), rest[-5:], strict=True)
-    needed = (t if need else None for t, need in pairs)
     return tuple(
-        None if t is None else t.new_empty(t.mT.shape).mT if _turned(t) else t.new_empty(t.shape) for t in needed
+        (t.new_empty(t.mT.shape).mT if _turned(t) else t.new_empty(t.shape)) if need else None for t, need in pairs
     )
 
 
