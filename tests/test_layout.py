@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1149, 1150),
     "doctor": ("src/onepass/doctor", 461, 461),
     "train": ("src/onepass/train", 2881, 2900),
-    "tests": ("tests", 18992, 19000),
+    "tests": ("tests", 18990, 19000),
     "measured": ("benchmarks research", 5936, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

@@ -182,7 +182,7 @@ def evidence() -> Iterable[str]:
         "{global60d384b6} | {global200d384} | {global600d384long} |", "reach {dense60} after 60 s and {dense200}",
         "200 s {dense200task}, {experts200task}, {global200task}.", "{experts60}** | {experts200} | {experts600long} |",
         "{windows60nfar} alone, chosen keys {global60nchosenfar}", "512 alone {windows60n}, {windows200n}",
-        "{global60grams} (60 s), with experts {experts60grams}.",
+        "60 s: {global60grams}, with experts {experts60grams}.",
     ):  # fmt: skip
         yield told.format(**budgets())
 

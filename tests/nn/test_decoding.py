@@ -18,9 +18,7 @@ from onepass.nn.cache import BlockCache
 DIM, WINDOW = 16, 8
 
 
-def _block(
-    k: float = 1 / 4, *, seed: int = 0, memory: int = 2 * WINDOW, dtype: Any = torch.float64, router: Any = None
-) -> Any:
+def _block(k: float = 1 / 4, *, seed: int = 0, memory: int = 16, dtype: Any = torch.float64, router: Any = None) -> Any:
     torch.manual_seed(seed)
     block = RoutedBlock(DIM, k, heads=2, dim_head=8, window=WINDOW, causal=True)
     nn.init.normal_(block.attention.null)
@@ -153,16 +151,15 @@ def test_no_sequence_reaches_another() -> None:
 
 @pytest.mark.parametrize(
     ("run", "error", "match"),
-    [
-        (lambda: _block(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
-        (lambda: RoutedBlock(DIM, 0.25).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
-        (lambda: TransformerBlock(DIM, dim_head=8).new_cache(1), ValueError, "TransformerBlock: decoding needs causal"),
-        (lambda: _block(router=Router(DIM)).new_cache(1), TypeError, "router to be a CausalRouter, got Router"),
-        (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
-        (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
-        (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0"),
-    ],
-)
+    [(lambda: _block(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
+     (lambda: RoutedBlock(DIM, 0.25).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
+     (lambda: TransformerBlock(DIM, dim_head=8).new_cache(1), ValueError, "TransformerBlock: decoding needs causal"),
+     (lambda: _block(router=Router(DIM)).new_cache(1), TypeError,
+      "needs feed_forward.router to be a CausalRouter, got Router"),
+     (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
+     (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
+     (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0")],
+)  # fmt: skip
 def test_blocks_that_cannot_decode(run: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         run()

@@ -22,7 +22,7 @@ def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
         ValueError: tokens are sharded within rows, or with hooks inside, torch's operators would fail on DTensors: a
             weight is plain, or the devices do not divide the rows.
     """
-    # look up without an import: where nobody imported it, no tensor is a DTensor
+    # the module is looked up, not imported, which takes time: until somebody imports it, there are no DTensors
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     placed = [] if tensors is None else [x for x in tokens if isinstance(x, tensors.DTensor)]
     if not placed:

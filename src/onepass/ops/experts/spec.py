@@ -70,7 +70,7 @@ _BAD_CALLS = (
     _bad("float indices", TypeError, "indices must be int32 or int64", _X, _I.float(), _W, _UP, _DOWN),
     _bad("tokens", ValueError, r"indices and weights must be \(tokens = 4, k\)", _X, _I[1:], _W[1:], _UP, _DOWN),
     _bad("range", ValueError, "−1 .no expert. or 0 … 2, got 3", _X, _I + 3, _W, _UP, _DOWN),
-    _bad("activation", ValueError, "'gelu' or 'swiglu', got 'relu'", _X, _I, _W, _UP, _DOWN, activation="relu"),
+    _bad("act", ValueError, "activation must be 'gelu' or 'swiglu', got 'no'", _X, _I, _W, _UP, _DOWN, activation="no"),
     _bad("no gate", ValueError, "'swiglu' got no gate; pass gate=", _X, _I, _W, _UP, _DOWN, activation="swiglu"),
     _bad("a gate", ValueError, "takes it", _X, _I, _W, _UP, _DOWN, gate=_UP),
     BadCall("odd width", _odd_width, ValueError, "multiples of 8 in torch.bfloat16 on a GPU, got 12 and 16; append"),
