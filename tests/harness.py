@@ -216,12 +216,9 @@ def same_sums(actual: Tensor, expected: Tensor, n_terms: int, floor: tuple[float
 
 
 def compare_gradients(
-    spec: Spec,
-    actual: dict[int | str, Tensor | None],
-    expected: dict[int | str, Tensor | None],
-    dtype: torch.dtype,
+    spec: Spec, actual: dict[int | str, Tensor | None], expected: dict[int | str, Tensor | None], dtype: torch.dtype,
     dtypes: dict[int | str, torch.dtype] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Each gradient against float64, scaled by the largest entry: sums over rows round relative to their terms."""
     rtol, atol = spec.tolerances[dtype]
     for key, grad in actual.items():

@@ -82,13 +82,9 @@ def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("launch failed"), 1)])
 def test_an_interruption_and_a_lost_device_keep_what_was_measured(
-    fake_operator: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-) -> None:
+    fake_operator: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: int,
+) -> None:  # fmt: skip
     timer = FakeTimer()
     monkeypatch.setattr(timers, "CpuTimer", lambda **options: timer)
 

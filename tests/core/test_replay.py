@@ -26,12 +26,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def program(
-    gpu: FakeGpu,
-    made: Callable[[Tensor], Any] = torch.empty_like,
+    gpu: FakeGpu, made: Callable[[Tensor], Any] = torch.empty_like,
     tensors: Callable[[Tensor, Any], tuple[Tensor, ...]] = lambda x, y: (x, y),
-    result: Callable[[Tensor, Any], Any] = lambda x, y: y,
-    a: Callable[[Tensor], float] = lambda x: 1.0,
-) -> Callable[..., Any]:
+    result: Callable[[Tensor, Any], Any] = lambda x, y: y, a: Callable[[Tensor], float] = lambda x: 1.0,
+) -> Callable[..., Any]:  # fmt: skip
     """A call that makes y, launches a kernel on some tensors, and returns something of both."""
 
     def run(x: Tensor, *_: Tensor) -> Any:

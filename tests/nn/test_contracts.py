@@ -230,6 +230,20 @@ def test_exported_with_named_batch_and_length(spec: Layer) -> None:
     torch.testing.assert_close(program(x, mask), layer(x, mask))
 
 
+@pytest.mark.filterwarnings("ignore")  # one for each size that Python reads
+@every
+def test_traced_by_torch_jit(spec: Layer) -> None:
+    """What the values of one call decided is not in the trace; a share of its length would be."""
+    layer, x = made(spec).eval(), _x(batch=5)
+    counts = [getattr(m, name, None) for m in (spec, *layer.modules()) for name in ("k", "k_q", "k_kv")]
+    with torch.no_grad():
+        if any(isinstance(k, float) for k in counts):
+            with pytest.raises(NotImplementedError, match="k as a share"):
+                torch.jit.trace(layer, _x())
+        else:
+            torch.testing.assert_close(torch.jit.trace(layer, _x())(x), layer(x))
+
+
 @layers
 def test_checkpoint_repeats_bit_for_bit(spec: Layer, reentrant: bool, device: str) -> None:
     layer, x = made(spec, device), _x(device).requires_grad_()

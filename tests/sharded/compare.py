@@ -58,17 +58,10 @@ def _results(found: Any) -> list[Tensor]:
 
 
 def compare(
-    call: Callable[..., Any],
-    tensors: Sequence[Tensor | None],
-    placements: Sequence[Placements | None],
-    on: DeviceMesh | None = None,
-    *,
-    out: Placements | None = None,
-    exact: bool = False,
-    gradients: bool = True,
-    compiled: bool = False,
-    upstream: Placements | None = None,
-) -> list[DTensor | None]:
+    call: Callable[..., Any], tensors: Sequence[Tensor | None], placements: Sequence[Placements | None],
+    on: DeviceMesh | None = None, *, out: Placements | None = None, exact: bool = False, gradients: bool = True,
+    compiled: bool = False, upstream: Placements | None = None,
+) -> list[DTensor | None]:  # fmt: skip
     """Call on whole and on placed tensors; compare all results and gradients; return the placed inputs.
 
     Sums over shards, of at most 30 terms of order 1, are rounded in another order: 1e-12 in fp64, 1e-5 in fp32. `exact`

@@ -27,13 +27,14 @@ def is_fake(t: torch.Tensor) -> bool:
 
 
 def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
-    """Return whether the call involves no transform, no mode, no tangents and no tensor subclass.
+    """Return whether the call involves no transform, no mode, no trace, no tangents and no tensor subclass.
 
     A meta tensor as first argument gives False: it has no data, and the dispatcher computes shapes and dtypes.
+    torch.jit.trace records operators; the operations behind them depend on values. torch.onnx takes operations alone.
     """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or forward_mode():
         return False
-    if args and getattr(args[0], "is_meta", False):
+    if (torch._C._is_tracing() and not torch.onnx.is_in_onnx_export()) or (args and getattr(args[0], "is_meta", False)):
         return False
     if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
         return True

@@ -20,7 +20,11 @@ DENOMINATOR = 1 << 20
 def fraction(share: float) -> tuple[int, int]:
     """Return the fraction nearest to a share 0 < share ≤ 1 with a denominator of at most 2²⁰, and not 0."""
     # Dynamo traces past the cache and warns
-    return _nearest(share) if torch.compiler.is_compiling() else _nearest_cached(share)
+    if torch.compiler.is_compiling():
+        return _nearest(share)
+    if torch._C._is_tracing():
+        raise NotImplementedError("k as a share: torch.jit.trace keeps the count of one length; give an int")
+    return _nearest_cached(share)
 
 
 def _nearest(share: float) -> tuple[int, int]:

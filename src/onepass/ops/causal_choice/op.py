@@ -122,14 +122,9 @@ def choose(scores: Tensor, k: int | float, eps: float, block: int, memory: int, 
 
 
 def causal_choice(
-    scores: Tensor,
-    k: int | float,
-    *,
-    eps: float = 0.3,
-    block: int = 128,
-    memory: int = MEMORY,
+    scores: Tensor, k: int | float, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY,
     mask: Tensor | None = None,
-) -> CausalChoice:
+) -> CausalChoice:  # fmt: skip
     r"""Choose and gate a share of each row's tokens; the choice and gate of a token depend on no later token.
 
     The threshold of token i in block b is the score that the share r of earlier tokens exceeds:
