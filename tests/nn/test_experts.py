@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from onepass.core.launch import INTERPRET
 from onepass.nn import Experts, load_balancing_loss, router_z_loss, update_balance
@@ -68,6 +69,14 @@ def test_masked_tokens_take_no_part(device: str) -> None:
     loss = load_balancing_loss(routing) + router_z_loss(routing)
     _, alone = layer(x[mask], return_routing=True)
     torch.testing.assert_close(loss, load_balancing_loss(alone) + router_z_loss(alone))
+
+
+@pytest.mark.parametrize(("activation", "products"), [("gelu", 2), ("swiglu", 3)])
+def test_products_are_counted(activation: str, products: int) -> None:
+    layer, x = Experts(16, 4, hidden_dim=24, activation=activation), torch.randn(9, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 9 * 16 * (4 + 2 * 24 * products)
 
 
 def test_losses() -> None:

@@ -22,7 +22,7 @@ from torch.library import register_autograd, register_vmap
 
 from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
-from .register import flat
+from .register import flat, register_formulas
 from .sharding import PARTIAL, rules
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -84,22 +84,12 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bind(
-    *,
-    name: str,
-    forward: Callable[..., Outputs],
-    forward_op: Any,
-    backward: Callable[..., Outputs],
-    backward_op: Any,
-    save: Callable[[Any, tuple[Any, ...], Any], None],
-    gradients: Callable[..., tuple[Any, ...]],
-    public: Callable[[Any], Any] = lambda outputs: outputs,
-    inference: Callable[..., Any] | None = None,
-    check: Callable[..., None] = lambda *args: None,
-    replay: bool = False,
-    state: Callable[[], Any] | None = None,
-    native: Callable[..., Any] | None = None,
-    rows: bool = False,
-) -> Callable[..., Any]:
+    *, name: str, forward: Callable[..., Outputs], forward_op: Any, backward: Callable[..., Outputs], backward_op: Any,
+    save: Callable[[Any, tuple[Any, ...], Any], None], gradients: Callable[..., tuple[Any, ...]],
+    public: Callable[[Any], Any] = lambda outputs: outputs, inference: Callable[..., Any] | None = None,
+    check: Callable[..., None] = lambda *args: None, replay: bool = False, state: Callable[[], Any] | None = None,
+    native: Callable[..., Any] | None = None, rows: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """Return `call(*args)`, differentiable on every path, giving the public outputs.
 
     Args:
@@ -193,6 +183,7 @@ def bind(
         # a Function raises on tangents; the op would silently drop them
         if torch._C._are_functorch_transforms_active() or forward_mode():
             return public(_flat(Func.apply)(*args))
+        register_formulas()
         return public(call_forward_op(*args))
 
     infer = None if inference is None else prepared(checked(inference))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import GenericAlias
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .sharding import Rule, add_rule, register_rules
 
@@ -20,6 +22,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 # the package's name: a copy of the package under another name registers operators of its own
 NAMESPACE = __name__.partition(".")[0]
 _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+# each operator's multiplications and additions by the shapes of its arguments; torch.utils.flop_counter imports Triton,
+# so the formulas wait here until the user has imported it
+FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
 def filled(results: Iterable[Tensor | None], args: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -106,3 +111,17 @@ def register_fake(op: Any) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def register_formulas() -> None:
+    """Add the formulas to torch's flop counter, and to active counters, which copied its registry."""
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None or torch.compiler.is_compiling():
+        return
+    for op, formula in FORMULAS.items():
+        if op not in module.flop_registry:
+            module.register_flop_formula(op)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update({op: module.flop_registry[op] for op in FORMULAS if op not in registry})

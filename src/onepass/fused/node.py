@@ -24,7 +24,6 @@ the eager node, on real tensors and on FakeTensors.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from operator import itemgetter
@@ -33,30 +32,11 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 from torch.library import register_autograd
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onepass.core.eager import fast_apply, no_second, once, outside_autocast, plain
 from onepass.core.operator import listed
-from onepass.core.register import flat, gathered, register, register_fake, there
-
-# each operator's multiplications and additions by the shapes of its arguments; torch.utils.flop_counter imports Triton,
-# so the formulas wait here until the user has imported it
-_formulas: dict[Any, Callable[..., int]] = {}
-
-
-def _register_formulas() -> None:
-    """Add the formulas to torch's flop counter, and to active counters, which copied its registry."""
-    module: Any = sys.modules.get("torch.utils.flop_counter")
-    if module is None or torch.compiler.is_compiling():
-        return
-    for op, formula in _formulas.items():
-        if op not in module.flop_registry:
-            module.register_flop_formula(op)(formula)
-    for mode in _get_current_dispatch_mode_stack():
-        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if registry is not None:
-            registry.update({op: module.flop_registry[op] for op in _formulas if op not in registry})
+from onepass.core.register import FORMULAS, flat, gathered, register, register_fake, register_formulas, there
 
 
 def _memoryless(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,12 +206,12 @@ def fused(
         both = any(needs[:-weights]) + any(needs[-weights:])
         return multiplications(gathered(plan, iter(of_plan)), dy, *shapes) * both
 
-    _formulas.update({forward_op.overloadpacket: count_forward, products_op.overloadpacket: count_products})
+    FORMULAS.update({forward_op.overloadpacket: count_forward, products_op.overloadpacket: count_products})
 
     def call(plan: Any, *args: Any) -> Any:
         if plain(args[0], args[mask - 1], args[mask]):
             return eager(plan, *args)
-        _register_formulas()
+        register_formulas()
         return forward_op(*args, *flat(plan))[:n_public]
 
     return call, forward_op

@@ -141,10 +141,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         return module(*inputs[:n])
 
     # autocast's cache would tie the graph to casts that live only as long as the context
-    with (
-        collected(),
-        torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False),
-    ):
+    with collected(), torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False):
         replay = torch.cuda.make_graphed_callables(  # type: ignore[no-untyped-call]
             body, (*tensors, *parameters), num_warmup_iters=warmup, allow_unused_input=True
         )

@@ -77,13 +77,9 @@ def launch_specialized(kernel: Any, grid: tuple[int, ...], *args: Any, **options
 
 
 def launch(
-    kernel: Any,
-    grid: Grid,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    **options: Any,
-) -> None:
+    kernel: Any, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...],
+    constants: tuple[Any, ...], **options: Any,
+) -> None:  # fmt: skip
     """Launch `kernel[grid](*tensors, *numbers, *constants, **options)` without Triton's work per call.
 
     Triton binds every argument anew at each launch to find the compilation it needs; with two dozen arguments this

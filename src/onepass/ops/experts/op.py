@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
-from onepass.core.register import register, register_fake
+from onepass.core.register import FORMULAS, register, register_fake
 from onepass.core.sharding import PARTIAL, REPLICATE, Way
 from onepass.ops._shared import arguments
 
@@ -190,6 +191,18 @@ _call, forward_op, backward_op = operator(
     "experts", _forward, _backward, ("y", "h", "linear", "places", "rows", "ends"), fake=_fake,
     fake_back=_fake_backward, ways=_ways, check=_check, gradients=_gradients, inference=_without_gradients,
 )  # fmt: skip
+
+
+def _count_forward(x: Any, indices: Any, weights: Any, up: Any, down: Any, gate: Any, *_: Any, **__: Any) -> Any:
+    return 2 * math.prod((*indices, *up[1:])) * (2 if gate is None else 3)
+
+
+def _count_backward(dy: Any, x: Any, weights: Any, up: Any, down: Any, gate: Any, h: Any, *rest: Any, **_: Any) -> Any:
+    need_x, _, *need_matrices = rest[-5:]
+    return 2 * math.prod((*h, x[1])) * (1 + need_x * (1 if gate is None else 2) + sum(need_matrices))
+
+
+FORMULAS.update({forward_op.overloadpacket: _count_forward, backward_op.overloadpacket: _count_backward})
 
 
 def experts(
