@@ -16,17 +16,17 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2499, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2501, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3614, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4300, 4300),
-    "lion": ("src/onepass/ops/lion src/onepass/optim", 2544, 2550),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2538, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2936, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1628, 1000),
-    "layers": ("src/onepass/fused src/onepass/nn", 6142, 5700),
-    "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1149, 1150),
-    "doctor": ("src/onepass/doctor", 461, 461),
+    "layers": ("src/onepass/fused src/onepass/nn", 6145, 5700),
+    "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
+    "doctor": ("src/onepass/doctor", 454, 461),
     "train": ("src/onepass/train", 2881, 2900),
-    "tests": ("tests", 18997, 19000),
+    "tests": ("tests", 19000, 19000),
     "measured": ("benchmarks research", 5936, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

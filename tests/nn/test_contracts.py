@@ -235,13 +235,16 @@ def test_exported_with_named_batch_and_length(spec: Layer) -> None:
 def test_traced_by_torch_jit(spec: Layer) -> None:
     """What the values of one call decided is not in the trace; a share of its length would be."""
     layer, x = made(spec).eval(), _x(batch=5)
-    counts = [getattr(m, name, None) for m in (spec, *layer.modules()) for name in ("k", "k_q", "k_kv")]
-    with torch.no_grad():
-        if any(isinstance(k, float) for k in counts):
-            with pytest.raises(NotImplementedError, match="k as a share"):
-                torch.jit.trace(layer, _x())
-        else:
-            torch.testing.assert_close(torch.jit.trace(layer, _x())(x), layer(x))
+    kinds = [type(getattr(m, name, None)) for m in (spec, *layer.modules()) for name in ("k", "k_q", "k_kv")]
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="a share") if float in kinds else nullcontext():
+        torch.testing.assert_close(torch.jit.trace(layer, _x())(x), layer(x))
+
+
+@every
+def test_traced_by_torch_fx(spec: Layer) -> None:
+    is_node = isinstance(layer := made(spec).layer, (onn.LayerNorm, onn.RMSNorm, onn.WeightedSum))
+    with nullcontext() if is_node else pytest.raises(TypeError, match=r"got Proxy; torch\.fx\.wrap keeps"):
+        torch.testing.assert_close(torch.fx.symbolic_trace(layer)(_x()), layer(_x()))
 
 
 @layers

@@ -54,13 +54,9 @@ def problem_lines(verdict: Verdict) -> list[str]:
 
 
 def block(
-    versions: dict[str, str | None],
-    devices: Sequence[Device],
-    settings: dict[str, str],
-    verdicts: Sequence[Verdict],
-    problems: Sequence[str],
-    advice: Sequence[str],
-) -> str:
+    versions: dict[str, str | None], devices: Sequence[Device], settings: dict[str, str], verdicts: Sequence[Verdict],
+    problems: Sequence[str], advice: Sequence[str],
+) -> str:  # fmt: skip
     """Return all findings as ASCII text without colours, paths and names."""
     lines = ["onepass doctor", ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())]
     lines += [f"{d.device}: {d.name}; {d.details}" for d in devices]

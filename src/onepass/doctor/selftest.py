@@ -169,12 +169,9 @@ def check_lion(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def perform(
-    checks: Sequence[Iterator[Check]],
-    seconds: float = SECONDS,
-    *,
-    started: Callable[[Verdict], None] = lambda verdict: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[Verdict]:
+    checks: Sequence[Iterator[Check]], seconds: float = SECONDS, *,
+    started: Callable[[Verdict], None] = lambda verdict: None, clock: Callable[[], float] = time.monotonic,
+) -> list[Verdict]:  # fmt: skip
     """Run checks in turns, one per operator, until all are done or the time is up; return the verdicts."""
     verdicts: dict[int, Verdict] = {}
     deadline = clock() + seconds

@@ -56,8 +56,9 @@ class Layer(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: Any = None,
     ) -> Any:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
+            name = type(self).__name__
+            check.tensor(name, "x", x)  # torch.fx gives a proxy for every argument
             if cache is not None:
-                name = type(self).__name__
                 raise ValueError(f"{name}: cache and cu_seqlens exclude each other: give a batch with a mask")
             y, routing = self.packed(x, mask, cu_seqlens, max_seqlen)
             return (y, routing) if return_routing else y

@@ -62,11 +62,11 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
 
 def checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Return cu_seqlens; raise TypeError or ValueError unless a call gave packed tokens x, and no mask."""
+    check.floating(caller, "x", x)
     if cu_seqlens is None:
         raise ValueError(f"{caller}: max_seqlen belongs to cu_seqlens, which is not given")
     if mask is not None:
         raise ValueError(f"{caller}: mask and cu_seqlens exclude each other: packed tokens are all real")
-    check.floating(caller, "x", x)
     if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
         raise ValueError(f"{caller}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
     if hasattr(x, "to_local"):

@@ -12,6 +12,8 @@ from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
 from .count import check_int, check_size
 
+torch.fx.wrap("weighted_sum")  # torch.fx traces the call as one node
+
 
 class WeightedSum(nn.Module):
     r"""Weighted sums of the last dimension with learned weights: ``y[..., r] = Σ_d x[..., d]·weight[r, d]``.

@@ -18,14 +18,9 @@ from .report import Layer, SwapReport
 
 
 def swap(
-    model: nn.Module,
-    *,
-    include: str | Iterable[str] = "*",
-    exclude: str | Iterable[str] = (),
-    strict: bool = False,
-    dry_run: bool = False,
-    also: type[nn.Module] | Iterable[type[nn.Module]] = (),
-) -> SwapReport:
+    model: nn.Module, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = (), strict: bool = False,
+    dry_run: bool = False, also: type[nn.Module] | Iterable[type[nn.Module]] = (),
+) -> SwapReport:  # fmt: skip
     r"""Exchange the LayerNorms and RMSNorms of a model for those of `onepass.nn`, which read x once.
 
     Exchanged are ``nn.LayerNorm``, ``nn.RMSNorm``, the LayerNorms and RMSNorms of transformers, timm, torchvision and

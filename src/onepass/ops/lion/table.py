@@ -240,13 +240,7 @@ class Plan:
     layouts must stay. The plan keeps no gradient alive.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        groups: Sequence[int],
-        cautious: Sequence[bool],
-        cautious_decay: bool,
-    ) -> None:
+    def __init__(self, columns: Columns, groups: Sequence[int], cautious: Sequence[bool], cautious_decay: bool) -> None:
         self.fixed = columns._replace(params=list(columns.params), grads=())
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in columns.params]
         by_launch: dict[tuple[Any, ...], list[int]] = {}
