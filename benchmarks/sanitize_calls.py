@@ -19,7 +19,7 @@ from onepass.ops._shared.specs import folders, load
 Call = tuple[str, Callable[[], None]]
 PLANTED = "planted"
 OPERATORS = (*folders(), "fused", "lion")
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # without a GPU the calls take the torch path: enough to try this file
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -330,7 +330,7 @@ def lion() -> Iterator[Call]:
 
 def experts() -> Iterator[Call]:
     """Every sample, also without gradients, where few tokens take a way of their own; the router and its parts."""
-    from onepass.ops.experts import definition, kernels_choice, kernels_products
+    from onepass.ops.experts import definition, kernels_choice, kernels_products, kernels_rows, torch_path
     from onepass.ops.experts.choice import choose_experts
 
     def parts() -> None:
@@ -338,11 +338,11 @@ def experts() -> Iterator[Call]:
         spec = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
         torch.testing.assert_close(spec, weight, rtol=2**-23, atol=0.0)
 
-    kernels_products._fits_torch = lambda a, b: False  # initcheck reports the tensor maps of torch's product
-    for spec, dtype in itertools.product(load("experts").SPECS, (FP32, BF16)):
-        yield from of_spec(spec, dtype)
-        alone = dataclasses.replace(spec, op=torch.no_grad()(spec.op), reference=torch.no_grad()(spec.reference))
-        yield from of_spec(alone, dtype)
+    vars(kernels_rows).update(product=torch_path.product, weight_product=torch_path.weight_product)
+    kernels_products.takes = lambda x, *matrices: x.dtype != BF16  # initcheck reports tensor maps of torch's
+    for s, dtype in itertools.product(load("experts").SPECS, (FP32, FP16, BF16)):
+        for given in (s, dataclasses.replace(s, op=torch.no_grad()(s.op), reference=torch.no_grad()(s.reference))):
+            yield from of_spec(given, dtype)
     for score, dtype in itertools.product(("sigmoid", "softmax"), (FP32, BF16)):
         router = Sample(score, (maker(dtype)(37, 24), maker(FP32)(5, 24)))
         ours: Any = lambda u, w, s=score: choose_experts(u, w, None, None, 3, s, True)[0]  # noqa: E731

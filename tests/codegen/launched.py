@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,10 +56,9 @@ class Launch(NamedTuple):
         at = self.kernel.arg_names.index
         constants = {(at(name),): value for name, value in self.constants}
         attributes = {(at(name),): [["tt.divisibility", 16]] for name in self.divisible}
-        types = dict(self.signature)
         source = ASTSource(
-            fn=self.kernel, signature={name: types.get(name, "constexpr") for name in self.kernel.arg_names},
-            constexprs=constants, attrs=attributes,
+            fn=self.kernel, constexprs=constants, attrs=attributes,
+            signature={name: dict(self.signature).get(name, "constexpr") for name in self.kernel.arg_names},
         )  # fmt: skip
         return triton.compile(source, target=target, options=dict(self.options))
 
@@ -101,17 +99,13 @@ def on(gpu: Gpu) -> Iterator[list[Launch]]:
         "is_current_stream_capturing": lambda: False,
     }
     _forget()
-    lion, products = (
-        importlib.import_module(f"onepass.ops.{name}") for name in ("lion.kernels", "experts.kernels_products")
-    )
     with (
         mock.patch.multiple(torch.cuda, **fakes),
         mock.patch.object(torch.version, "hip", gpu.hip),
-        mock.patch.object(lion, "PTX", gpu.hip is None),
+        mock.patch("onepass.ops.lion.kernels.PTX", gpu.hip is None),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "meta"), create=True),
         mock.patch.object(torch.Tensor, "is_meta", property(lambda t: False), create=True),
         mock.patch.object(compiled, "launch_specialized", launch),
-        mock.patch.object(products, "launch_specialized", launch),
         mock.patch.object(compiled, "_remember"),
         in_bf16(False),
     ):

@@ -1,123 +1,250 @@
-"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none, or one that makes the host wait."""
+"""Grouped products of our own, which gather tokens and activate, in the place of `kernels_rows`' steps.
+
+For all dtypes and GPUs but bf16 from sm_90 on with large matrices: there torch's products win by more than spread and
+activation take.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, next_power_of_2
-from onepass.core.launch.compiled import launch_specialized
+from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
+from onepass.ops._shared.kernels_partials import add_partials
+
+from .kernels_rows import activation_parts, gather_sum, order
+
+__all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
+
+# most elements of an expert's matrix for which these products beat torch's
+MOST = 1 << 19
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_experts"])
 def rows_kernel(
-    a_ptr,  # (n, D), contiguous; rows in the order of their experts
-    b_ptr,  # (E, D, M), any strides
-    end_ptr,  # (E,) int32
-    out_ptr,  # (n, M), contiguous
-    b_expert,
-    b_row,
-    b_col,
-    D,
-    M,
-    E,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out[p] = a[p] · b[expert of p]; each expert's rows have tiles of their own."""
+    a_ptr,  # (n, D) rows in the order of their experts, or for K > 0 their tokens (n / K, D); unit column stride
+    b_ptr,  # (n_experts, D, M), any strides
+    end_ptr,  # (n_experts,) int32
+    row_ptr,  # (n,) int32: a row's choice; None: not needed
+    out_ptr,  # (n, M): a · b; with d_weight_ptr the gradient of h, which a · b is before activation and weight
+    h_ptr,  # (n, M) hidden units before the activation, the gate's where there is one; None: a · b, or not needed
+    linear_ptr,  # (n, M) the linear part, in the forward pass out_ptr; None: GELU of h alone
+    weight_ptr,  # (n,) weights of the choices
+    unit_ptr,  # (n, M) weighted hidden units, may be h_ptr; None: the product is all
+    d_linear_ptr,  # (n, M), may be linear_ptr
+    d_weight_ptr,  # (tiles of M, n) fp32: parts of the gradient of the weights; None: forward
+    n, n_experts, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, A_ROW: tl.constexpr, B_EXPERT: tl.constexpr,
+    B_ROW: tl.constexpr, B_COL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out[p] = a[p] · b[expert of p], and what follows from it; each expert's rows have tiles of their own.
+
+    Neighbouring programs read the same rows; strides are constants, from which Triton proves how rows are aligned.
+    """
+    dtype = out_ptr.dtype.element_ty
+    PARTS: tl.constexpr = (M + BLOCK_C - 1) // BLOCK_C
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    # expert e has the tiles from starts // BLOCK_R + e on: as many as its rows need, or one more
     wide = tl.arange(0, WIDTH)
-    ends = tl.load(end_ptr + wide, mask=wide < E, other=0)
-    starts = tl.load(end_ptr + wide - 1, mask=(wide < E) & (wide > 0), other=0)
-    tiles = tl.where(wide < E, (ends - starts + BLOCK - 1) // BLOCK, 0)
-    last = tl.cumsum(tiles, 0)
-    e = tl.sum((last <= tl.program_id(0)).to(tl.int32), 0)
-    if e < E:
-        is_e = wide == e
-        end = tl.sum(tl.where(is_e, ends, 0), 0)
-        tile = tl.program_id(0) - tl.sum(tl.where(is_e, last - tiles, 0), 0)
-        p = (tl.sum(tl.where(is_e, starts, 0), 0) + tile * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-        m = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        b = b_ptr + e.to(tl.int64) * b_expert + m.to(tl.int64) * b_col
-        total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for first in range(0, D, BLOCK_D):
-            d = first + tl.arange(0, BLOCK_D)
-            x = tl.load(a_ptr + p * D + d[None, :], mask=(p < end) & (d[None, :] < D), other=0.0)
-            y = tl.load(b + d.to(tl.int64)[:, None] * b_row, mask=(d[:, None] < D) & (m < M), other=0.0)
-            total = tl.dot(x, y, total, input_precision="ieee")
-        tl.store(out_ptr + p * M + m, total.to(out_ptr.dtype.element_ty), mask=(p < end) & (m < M))
+    starts = tl.load(end_ptr + wide - 1, mask=(wide > 0) & (wide <= n_experts), other=0)
+    e = tl.sum(((wide <= n_experts) & (starts // BLOCK_R + wide <= tile)).to(tl.int32), 0) - 1
+    # the last "expert" has the rows of none
+    start = tl.load(end_ptr + e - 1, mask=e > 0, other=0)
+    end = tl.load(end_ptr + e, mask=e < n_experts, other=n)
+    first = start + (tile - start // BLOCK_R - e) * BLOCK_R
+    if first < end:
+        # rows beyond the end repeat the last and are not written
+        p = first + tl.arange(0, BLOCK_R)
+        inside = tl.minimum(p, end - 1)
+        row = inside if row_ptr is None else tl.load(row_ptr + inside)
+        dot = tl.zeros((BLOCK_R,), tl.float32)
+        if e < n_experts:
+            source, d = (row // K if K else inside).to(tl.int64), tl.arange(0, BLOCK_D)
+            cols = part * BLOCK_C + tl.arange(0, BLOCK_C)
+            x_ptr = a_ptr + (source * A_ROW)[:, None] + d[None, :]
+            y_ptr = b_ptr + e.to(tl.int64) * B_EXPERT + (d.to(tl.int64) * B_ROW)[:, None]
+            y_ptr += (cols.to(tl.int64) * B_COL)[None, :]
+            total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+            for depth in range(0, D, BLOCK_D):
+                deep = d < D - depth
+                x = tl.load(x_ptr, mask=deep[None, :], other=0.0)
+                y = tl.load(y_ptr, mask=deep[:, None] & (cols < M)[None, :], other=0.0)
+                total = tl.dot(x, y, total, input_precision="ieee")
+                x_ptr += BLOCK_D
+                y_ptr += BLOCK_D * B_ROW
+            halves = (total,)
+            if SPLIT:
+                # half the columns at a time need half the registers
+                halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_R, 2, BLOCK_C // 2)), (0, 2, 1)))
+            WIDE: tl.constexpr = BLOCK_C // len(halves)
+            w = tl.load(weight_ptr + row).to(tl.float32)[:, None] if unit_ptr is not None else 1.0
+            for i in tl.static_range(len(halves)):
+                cols = part * BLOCK_C + i * WIDE + tl.arange(0, WIDE)
+                at, mask = (p.to(tl.int64) * M)[:, None] + cols[None, :], (p < end)[:, None] & (cols < M)[None, :]
+                out = halves[i]
+                if d_weight_ptr is None:
+                    tl.store(out_ptr + at, out.to(dtype), mask=mask)
+                    out = out.to(dtype).to(tl.float32)
+                if unit_ptr is not None:
+                    h = out if h_ptr is None else tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                    units, slope = activation_parts(h, linear_ptr is None)
+                    if linear_ptr is not None:
+                        linear = out
+                        if d_weight_ptr is not None:
+                            linear = tl.load(linear_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                        d_linear = out * units * w
+                        units, slope = units * linear, slope * linear
+                    if d_weight_ptr is not None:
+                        dot += tl.sum(out * units, 1)
+                        # other threads may overwrite h and the linear part than those that read them
+                        tl.debug_barrier()
+                        if linear_ptr is not None:
+                            tl.store(d_linear_ptr + at, d_linear.to(dtype), mask=mask)
+                        tl.store(out_ptr + at, (out * slope * w).to(dtype), mask=mask)
+                    tl.store(unit_ptr + at, (units * w).to(dtype), mask=mask)
+        if d_weight_ptr is not None:
+            # 0 for choices of no expert
+            tl.store(d_weight_ptr + part.to(tl.int64) * n + row, dot, mask=p < end)
 
 
 @triton.jit
 def weights_kernel(
-    a_ptr,  # (n, P), contiguous; rows in the order of their experts
-    b_ptr,  # (n, Q), contiguous
-    end_ptr,  # (E,) int32
-    out_ptr,  # (E, P, Q), contiguous
-    P,
-    Q,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    a_ptr,  # (n, P) rows in the order of their experts, or for A_K > 0 their tokens (n / A_K, P); unit column stride
+    b_ptr,  # (n, Q) or tokens (n / B_K, Q), likewise
+    end_ptr,  # (n_experts,) int32
+    row_ptr,  # (n,) int32: a row's choice
+    out_ptr,  # (n_experts, P, Q), contiguous
+    A_K: tl.constexpr, B_K: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
     """out[e] = Σ a[p]ᵀ · b[p] over the rows p of an expert, in their order."""
-    e = tl.program_id(0)
+    Q_TILES: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * Q_TILES
+    e, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
     end = tl.load(end_ptr + e)
     start = tl.load(end_ptr + e - 1, mask=e > 0, other=0)
-    p = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    q = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    p = (tile // Q_TILES * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+    q = (tile % Q_TILES * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :]
+    total = tl.zeros((BLOCK_P, BLOCK_Q), tl.float32)
     for first in range(start, end, BLOCK_N):
-        n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
-        x = tl.load(a_ptr + n[None, :] * P + p, mask=(n[None, :] < end) & (p < P), other=0.0)
-        y = tl.load(b_ptr + n[:, None] * Q + q, mask=(n[:, None] < end) & (q < Q), other=0.0)
+        n = first + tl.arange(0, BLOCK_N)
+        row, inside = tl.load(row_ptr + n, mask=n < end, other=0), n < end
+        x_ptr = a_ptr + ((row // A_K if A_K else n).to(tl.int64) * A_ROW)[None, :] + p
+        y_ptr = b_ptr + ((row // B_K if B_K else n).to(tl.int64) * B_ROW)[:, None] + q
+        x = tl.load(x_ptr, mask=inside[None, :] & (p < P), other=0.0)
+        y = tl.load(y_ptr, mask=inside[:, None] & (q < Q), other=0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
-    at = (e.to(tl.int64) * P + p) * Q + q
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(p < P) & (q < Q))
+    tl.store(out_ptr + (e * P + p) * Q + q, total.to(out_ptr.dtype.element_ty), mask=(p < P) & (q < Q))
 
 
 @cache
-def _torch_waits(index: int) -> bool:
-    """Return whether torch's grouped product of bf16 is a loop over the experts, which waits for their sizes."""
-    return torch.cuda.get_device_capability(index) < (9, 0)
+def _gpu(index: int) -> tuple[bool, bool]:
+    """Return whether torch's grouped product of bf16 makes the host wait, and whether programs have 227 KB to share."""
+    shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
+    return torch.cuda.get_device_capability(index) < (9, 0), shared >= 232448
 
 
-def _fits_torch(a: Tensor, b: Tensor) -> bool:
-    """Return whether torch's product takes contiguous rows a, and b of any strides, without a wait of the host."""
-    if not a.is_cuda or a.dtype != torch.bfloat16 or _torch_waits(a.device.index) or b.data_ptr() % 16:
-        return False
-    # rows of whole 16 bytes
-    *strides, column = sorted((*b.stride(), a.shape[1]), reverse=True)
-    return column == 1 and not any(stride % 8 for stride in strides)
+def _waits_and_shares(x: Tensor) -> tuple[bool, bool]:
+    return _gpu(x.device.index) if x.is_cuda else (True, True)
 
 
+def takes(x: Tensor, up: Tensor, *others: Tensor | None) -> bool:
+    """Return whether these products compute the experts' layer, not torch's with `kernels_rows` around them."""
+    torch_waits, shares_much = _waits_and_shares(x)
+    if torch_waits or x.dtype != torch.bfloat16 or (shares_much and up.shape[1] * up.shape[2] <= MOST):
+        return True
+    # torch takes rows of whole 16 bytes
+    layouts = [(m.data_ptr(), *sorted(m.stride())) for m in (up, *others) if m is not None]
+    return any(start % 16 or unit != 1 or row % 8 or matrix % 8 for start, unit, row, matrix in layouts)
+
+
+def spread(x: Tensor, places: Tensor) -> Tensor:
+    """Return tokens x with unit column stride: these products find the tokens of their rows by themselves."""
+    return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _rows_tile(x: Tensor, m: int, follows: str = "", gated: bool = False) -> tuple[int, int, int, int, int, bool]:
+    """Return rows, columns and depth of a tile, warps, stages, and whether what follows takes half of the columns."""
+    if x.element_size() > 2:
+        return 64, 64, 32, 4, 3, False
+    if follows == "forward" or not _waits_and_shares(x)[1]:
+        return 128, 128, 64, 8, 3, follows == "backward"
+    # wide tiles where there are enough of them for all multiprocessors
+    is_wide = not follows and m % 256 == 0 and m >= 512
+    return (128, 256, 64, 8, 3, False) if is_wide else (64, 128, 64, 8 if gated else 4, 3, follows == "backward")
+
+
+def _rows(
+    tile: tuple[int, int, int, int, int, bool], a: Tensor, k: int, b: Tensor, ends: Tensor, rows: Tensor | None,
+    out: Tensor, *others: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch `rows_kernel`; the last tensors that are None may be left out."""
+    (experts, d, m), n, (block_r, block_c, block_d, warps, stages, split) = b.shape, len(out), tile
+    programs, width = (n // block_r + experts + 1) * cdiv(m, block_c), next_power_of_2(experts + 1)
+    tensors = (a, b, ends, rows, out, *others, *(None,) * (6 - len(others)))
+    constants = (k, d, m, a.stride(0), *b.stride(), width, block_r, block_c, block_d, split)
+    launch(rows_kernel, (programs, 1, 1), tensors, (n, experts), constants, num_warps=warps, num_stages=stages)
+
+
+@replayed
 def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a[p] · b[expert of p] for rows a (N, D) and b (E, D, M); rows of no expert are undefined."""
-    if _fits_torch(a, b):
-        return F.grouped_mm(a, b, offs=ends)
-    (experts, d, m), n = b.shape, len(a)
-    out = torch.empty((n, m), dtype=a.dtype, device=a.device)
-    size, depth, warps = (64, 32, 4) if a.element_size() > 2 else (128, 64, 8)
-    grid, width = (cdiv(n, size) + experts, cdiv(m, size)), next_power_of_2(experts)
-    with torch.cuda.device_of(a):
-        launch_specialized(
-            rows_kernel, grid, a, b, ends, out, *b.stride(), d, m, experts, width, size, depth, num_warps=warps
-        )
+    out = torch.empty((len(a), b.shape[2]), dtype=a.dtype, device=a.device)
+    _rows(_rows_tile(a, b.shape[2]), a, 0, b, ends, None, out)
     return out
 
 
-def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return aᵀ · b over each expert's rows (E, P, Q), for a (N, P) and b (N, Q)."""
-    if _fits_torch(a, b):
-        return F.grouped_mm(a.t(), b, offs=ends)
-    (p, q), experts = (a.shape[1], b.shape[1]), len(ends)
+@replayed
+def hidden(
+    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
+    x, k, m = spread(x, places), places.shape[1], up.shape[2]
+    h, units = (torch.empty((len(rows), m), dtype=x.dtype, device=x.device) for _ in range(2))
+    linear, tile = None, _rows_tile(x, m, "forward")
+    if gate is None:
+        _rows(tile, x, k, up, ends, rows, h, None, None, weights, units)
+    else:
+        linear = torch.empty_like(h)
+        _rows(_rows_tile(x, m), x, k, gate, ends, rows, h)
+        _rows(tile, x, k, up, ends, rows, linear, h, linear, weights, units)
+    return h, linear, units
+
+
+@replayed
+def hidden_backward(
+    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return h's gradient, the weighted hidden units, and the gradients of the linear part and the weights.
+
+    With `spare` the second and the third overwrite h and the linear part instead.
+    """
+    dh, d_weights = torch.empty_like(h), torch.empty_like(weights)
+    tile = _rows_tile(dy, h.shape[1], "backward", linear is not None)
+    units, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
+    parts = torch.empty((cdiv(h.shape[1], tile[1]), len(h)), dtype=torch.float32, device=h.device)
+    outputs = (h, linear) if spare else (units, d_linear)
+    _rows(tile, dy, weights.shape[1], down.mT, ends, rows, dh, h, linear, weights, *outputs, parts)
+    add_partials(parts, d_weights, 1)
+    return dh, units, d_linear, d_weights
+
+
+@replayed
+def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, by_hidden: bool) -> Tensor:
+    """Return tokensᵀ · hidden over each expert's rows (E, dim, hidden), or for `by_hidden` (E, hidden, dim)."""
+    experts, k = len(ends), len(rows) // len(tokens)
+    a, b, *ks = (hidden, tokens, 0, k) if by_hidden else (tokens, hidden, k, 0)
+    p, q = a.shape[1], b.shape[1]
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)
-    with torch.cuda.device_of(a):
-        launch_specialized(
-            weights_kernel, (experts, cdiv(p, 64), cdiv(q, 64)), a, b, ends, out, p, q, 32, 64, num_warps=4
-        )
+    block_n, block_p, block_q, warps, stages = 32, 64, 64, 4, 5
+    if a.element_size() == 2 and _waits_and_shares(a)[1]:
+        block_n, warps = 64, 8
+        block_p, block_q = 128, 128 if p % 256 or q % 256 else 256
+    constants = (*ks, p, q, a.stride(0), b.stride(0), block_n, block_p, block_q)
+    grid = experts * cdiv(p, block_p) * cdiv(q, block_q), 1, 1
+    launch(weights_kernel, grid, (a, b, ends, rows, out), (), constants, num_warps=warps, num_stages=stages)
     return out

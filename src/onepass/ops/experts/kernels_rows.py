@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped products, and their launchers: order of the rows, spread, activation, gather-sum.
+"""torch's grouped products, Triton kernels around them and their launchers: order, spread, activation, gather-sum.
 
 T tokens, K choices of a token, N = T·K rows in the order of their experts, E experts. Rows of choices of no expert
 (−1) stand behind all others, from ends[E − 1] on, and no product reads them.
@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
-from .kernels_products import product, weight_product
-
-__all__ = ["activate", "activate_backward", "gather_sum", "order", "product", "spread", "weight_product"]
+__all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
 
 INTS = ["n", "n_chunks", "n_experts", "row_stride"]
 # elements of a tile, and choices of a chunk
@@ -295,3 +294,33 @@ def activate_backward(
     tensors = (d, h, linear, weights, rows, ends, *outputs, d_weights)
     run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
     return a, d_linear, d_weights
+
+
+def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return a[p] · b[expert of p]; rows of no expert are undefined."""
+    return F.grouped_mm(a, b, offs=ends)
+
+
+def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, by_hidden: bool) -> Tensor:
+    """Return tokensᵀ · hidden over each expert's rows, both by row (E, dim, hidden), or (E, hidden, dim)."""
+    a, b = (hidden, tokens) if by_hidden else (tokens, hidden)
+    return F.grouped_mm(a.t(), b, offs=ends)
+
+
+def hidden(
+    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
+    xs = spread(x, places)
+    h = product(xs, up if gate is None else gate, ends)
+    linear = None if gate is None else product(xs, up, ends)
+    del xs
+    return h, linear, activate(h, linear, weights, rows, ends)
+
+
+def hidden_backward(
+    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return h's gradient, and what `activate_backward` does."""
+    dh = product(dy, down.mT, ends)
+    return dh, *activate_backward(dh, h, linear, weights, rows, ends, spare)

@@ -19,12 +19,14 @@ from onepass.ops._shared import arguments
 ACTIVATIONS = ("gelu", "swiglu")
 
 
-def _way(x: Tensor, choices: Tensor) -> Any:
-    """Return the module that computes the steps of a call: the kernels' launchers, or the same in torch."""
-    if uses_triton(x) and choices.numel() and x.shape[1]:
-        from . import kernels_rows as way
+def _way(x: Tensor, choices: Tensor, *matrices: Tensor | None) -> Any:
+    """Return the module that computes the steps of a call: own products, torch's between kernels, or all in torch."""
+    if not uses_triton(x) or not choices.numel() or not x.shape[1]:
+        from . import torch_path as way
     else:
-        from . import torch_path as way  # type: ignore[no-redef]
+        from . import kernels_products, kernels_rows
+
+        way = kernels_products if matrices and kernels_products.takes(x, *matrices) else kernels_rows  # type: ignore
     return way
 
 
@@ -82,13 +84,9 @@ def _forward(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return y, what the activation takes (N, hidden), its linear part (None without a gate), places, rows, ends."""
-    way = _way(x, indices)
+    way = _way(x, indices, up, down, gate)
     places, rows, ends = way.order(indices.contiguous(), up.shape[0])
-    xs = way.spread(x, places)
-    h = way.product(xs, up if gate is None else gate, ends)
-    linear = None if gate is None else way.product(xs, up, ends)
-    del xs
-    a = way.activate(h, linear, weights.contiguous(), rows, ends)
+    h, linear, a = way.hidden(x, up, gate, weights.contiguous(), places, rows, ends)
     y = way.gather_sum(way.product(a, down, ends), None, places, ends)
     return y, h, linear, places, rows, ends
 
@@ -111,9 +109,10 @@ def _turned(w: Tensor) -> bool:
     return w.ndim == 3 and w.stride(1) == 1 != w.stride(2)
 
 
-def _weight_gradient(way: Any, a: Tensor, b: Tensor, ends: Tensor, w: Tensor) -> Tensor:
-    """Return aᵀ·b over each expert's rows, laid out as the weight w: autograd would copy another layout."""
-    return way.weight_product(b, a, ends).mT if _turned(w) else way.weight_product(a, b, ends)  # type: ignore[no-any-return]
+def _weight_gradient(way: Any, tokens: Tensor, hidden: Tensor, order: Any, w: Tensor, is_down: bool = False) -> Tensor:
+    """Return the gradient of w, laid out as w is: autograd would copy another layout."""
+    grad = way.weight_product(tokens, hidden, *order, _turned(w) != is_down)
+    return grad.mT if _turned(w) else grad  # type: ignore[no-any-return]
 
 
 def _backward(
@@ -126,19 +125,18 @@ def _backward(
     h may be the list [h, linear], the only owner of both: their memory then holds gradients. Each large tensor is freed
     after its last use, so that fewer of them exist at once.
     """
-    way = _way(x, places)
+    way = _way(x, places, up, down, gate)
     dys = way.spread(dy.contiguous(), places)
-    # the gradient of the hidden units, which becomes that of h in place
-    dh = way.product(dys, down.mT, ends)
     owner: Any = h
     if spare := isinstance(owner, list):
         h, linear = owner
         owner.clear()
-    a, d_linear, d_weights = way.activate_backward(dh, h, linear, weights.contiguous(), rows, ends, spare)
+    # h's gradient, the weighted hidden units, the linear part's gradient
+    dh, a, d_linear, d_weights = way.hidden_backward(dys, down, h, linear, weights.contiguous(), rows, ends, spare)
     if a is None:
         a, d_linear = h, linear
     del h, linear
-    d_down = _weight_gradient(way, a, dys, ends, down) if need_down else None
+    d_down = _weight_gradient(way, dys, a, (rows, ends), down, is_down=True) if need_down else None
     del a, dys
     d_u = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
@@ -149,8 +147,8 @@ def _backward(
         del more
     if need_up or need_gate:
         xs = way.spread(x, places)
-        d_up = _weight_gradient(way, xs, d_u, ends, up) if need_up else None
-        d_gate = _weight_gradient(way, xs, dh, ends, gate) if need_gate and gate is not None else None
+        d_up = _weight_gradient(way, xs, d_u, (rows, ends), up) if need_up else None
+        d_gate = _weight_gradient(way, xs, dh, (rows, ends), gate) if need_gate and gate is not None else None
     return dx, d_weights if need_weights else None, d_up, d_down, d_gate
 
 

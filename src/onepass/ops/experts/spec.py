@@ -18,9 +18,10 @@ from .op import expert_order, experts
 _CASES = (
     ("experts", 40, 16, 24, 5, 2, 0.2),
     ("one token", 1, 8, 16, 3, 2, 0.0),
-    ("one expert", 9, 8, 8, 1, 1, 0.0),
+    ("one expert", 140, 8, 8, 1, 1, 0.0),
     ("every expert", 7, 8, 16, 4, 4, 0.0),
     ("wide", 3, 264, 136, 2, 1, 0.0),
+    ("wide tiles", 5, 512, 136, 3, 2, 0.2),
     ("one column", 3, 1, 1, 2, 1, 0.0),
     ("no expert", 5, 8, 8, 3, 2, 1.0),
     ("no tokens", 0, 8, 16, 3, 2, 0.0),
@@ -41,9 +42,9 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         up, down = make(n_experts, dim, hidden) / dim**0.5, make(n_experts, hidden, dim) / hidden**0.5
         indices, weights = _indices(tokens, n_experts, k, none, x.device), make(tokens, k)
         yield Sample(name, (x, indices, weights, up, down))
-        if name == "experts":
+        if name in ("experts", "wide tiles"):
             gated = {"activation": "swiglu", "gate": make(n_experts, dim, hidden) / dim**0.5}
-            yield Sample("swiglu", (x, indices.int(), weights, up, down), gated)
+            yield Sample(f"{name}, swiglu", (x, indices.int(), weights, up, down), gated)
 
 
 _X, _I, _W = torch.ones(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)

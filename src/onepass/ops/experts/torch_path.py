@@ -1,4 +1,4 @@
-"""The pieces of `kernels_rows` and `kernels_products` in torch: for a CPU, float64, and where there is no Triton."""
+"""The steps of `kernels_rows` and `kernels_products` in torch: for a CPU, float64, and where there is no Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .definition import expert_order as order
 
-__all__ = ["activate", "activate_backward", "gather_sum", "order", "product", "spread", "weight_product"]
+__all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
 
 
 def spread(x: Tensor, places: Tensor) -> Tensor:
@@ -30,15 +30,16 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return aᵀ · b over each expert's rows."""
+def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, by_hidden: bool) -> Tensor:
+    """Return tokensᵀ · hidden over each expert's rows, both by row (E, dim, hidden), or (E, hidden, dim)."""
+    a, b = (hidden, tokens) if by_hidden else (tokens, hidden)
     if a.dtype == torch.float16:
-        return weight_product(a.float(), b.float(), ends).half()
+        a, b = a.float(), b.float()
     out, start = a.new_empty(len(ends), a.shape[1], b.shape[1]), 0
     for matrix, end in zip(out, ends.tolist(), strict=True):
         torch.mm(a[start:end].t(), b[start:end], out=matrix)
         start = end
-    return out
+    return out.to(tokens.dtype)
 
 
 def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) -> Tensor:
@@ -47,16 +48,23 @@ def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) 
     return (gathered if more is None else gathered + more[places]).sum(1).to(rows.dtype)
 
 
-def activate(h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return weight·act(h), times the linear part where there is one."""
-    a = F.gelu(h, approximate="tanh") if linear is None else F.silu(h) * linear
-    return a.mul_(weights.flatten()[rows, None])
-
-
-def activate_backward(
-    d: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+def hidden(
+    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the weighted hidden units and the gradients of linear part and weights; d becomes that of h."""
+    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
+    xs = spread(x, places)
+    h = product(xs, up if gate is None else gate, ends)
+    linear = None if gate is None else product(xs, up, ends)
+    del xs
+    a = F.gelu(h, approximate="tanh") if linear is None else F.silu(h) * linear
+    return h, linear, a.mul_(weights.flatten()[rows, None])
+
+
+def hidden_backward(
+    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return h's gradient, the weighted hidden units, and the gradients of the linear part and the weights."""
+    d = product(dy, down.mT, ends)
     w, d_weights, d_linear = weights.flatten()[rows, None], torch.empty_like(weights), None
     a = F.gelu(h, approximate="tanh") if linear is None else F.silu(h)
     dw = (d * w).to(d.dtype)
@@ -67,4 +75,4 @@ def activate_backward(
         d.copy_(torch.ops.aten.gelu_backward(dw, h, approximate="tanh"))
     else:
         d.copy_(torch.ops.aten.silu_backward(dw.mul_(linear), h))
-    return a.mul_(w), d_linear, d_weights
+    return d, a.mul_(w), d_linear, d_weights
