@@ -223,10 +223,10 @@ def _scores_at(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _keys_and_values(layer: Any, weight: Tensor, places: int, clock: Clock) -> dict[str, Tensor]:
-    """Return buffers of the dtype that a layer computes in; quantised weights are integers, or make no tensors."""
-    dtype = next(p.dtype for p in (weight, *layer.parameters()) if p.is_floating_point())
+    """Return buffers of the dtype that a layer computes in; quantised weights are integers, or no tensors."""
+    like = next(p for p in (weight, *layer.parameters()) if isinstance(p, Tensor) and p.is_floating_point())
     shape = len(clock.counts), places, layer.heads, layer.dim_head
-    return {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name in ("keys", "values")}
+    return {name: torch.zeros(shape, dtype=like.dtype, device=like.device) for name in ("keys", "values")}
 
 
 class KeyCache(_Cache):

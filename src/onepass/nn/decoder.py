@@ -96,8 +96,8 @@ class Decoder:
             logits = head(weight.new_zeros(batch, 1, self.blocks[0].attention.dim))
         check_int("Decoder", "stop", 0 if stop is None else stop, 0, logits.shape[-1] - 1)
         self.logits = logits.new_zeros(batch, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-        generator = torch.Generator().manual_seed(seed)
-        self.numbers = torch.rand(max_tokens + 1, batch, generator=generator, dtype=torch.float64).to(device)
+        draws: Any = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64, "device": "cpu"}
+        self.numbers = torch.rand(max_tokens + 1, batch, **draws).to(device)
         # in float64 the host reads which keys were chosen, which no graph can repeat
         self.repeats = weight.is_cuda and uses_triton(weight)
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
