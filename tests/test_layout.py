@@ -18,7 +18,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2501, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3614, 3250),
-    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4300, 4300),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4297, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2538, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2936, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1791, 1000),
@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 454, 461),
     "train": ("src/onepass/train", 2881, 2900),
-    "tests": ("tests", 19000, 19000),
+    "tests": ("tests", 19001, 19000),
     "measured": ("benchmarks research", 5936, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

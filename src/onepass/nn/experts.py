@@ -282,7 +282,7 @@ def load_balancing_loss(routing: ExpertRouting) -> Tensor:
         True
     """
     p = _mean_over_real("load_balancing_loss", routing, lambda z: z.softmax(-1))
-    return len(p) * (routing.counts / routing.counts.sum().clamp(min=1) * p).sum()
+    return len(p) * (routing.counts * p).sum() / routing.counts.sum().clamp(min=1)
 
 
 def router_z_loss(routing: ExpertRouting) -> Tensor:

@@ -77,12 +77,9 @@ def _limit(registers: int | None) -> dict[str, int]:
 
 
 def _in_one_launch(
-    rows: Rows,
-    k: int,
-    shape: plan.Narrow | plan.Wide | plan.Whole,
-    results: tuple[Tensor | None, ...],
+    rows: Rows, k: int, shape: plan.Narrow | plan.Wide | plan.Whole, results: tuple[Tensor | None, ...],
     is_sorted: bool,
-) -> _Survivors | None:
+) -> _Survivors | None:  # fmt: skip
     """Select, order and fetch by one kernel; or return k packed survivors of each row, which are too many to order."""
     strides, n_cols, options = _layout(rows)
     s, n_rows = rows.s, len(rows.s)
