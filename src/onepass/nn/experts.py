@@ -165,8 +165,8 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)  # has no counts: to_empty leaves any bits there, assign=True no tensor
-        bias, counts = self.expert_bias, self.tokens_per_expert
-        self.tokens_per_expert = torch.zeros_like(bias) if counts.is_meta else counts.zero_()
+        counts, bias = self.tokens_per_expert, self.expert_bias.float()  # assign=True takes any dtype
+        self.expert_bias, self.tokens_per_expert = bias, torch.zeros_like(bias) if counts.is_meta else counts.zero_()
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
