@@ -94,7 +94,7 @@ def test_balance_moves_toward_the_mean_in_fp32() -> None:
     layer(x)
     counts = layer.tokens_per_expert.clone()
     assert (counts.sum(), counts.dtype, layer.up.dtype) == (128, torch.float32, torch.bfloat16)
-    update_balance(nn.ModuleList([layer]))
+    update_balance(nn.ModuleList([layer, Experts(8, 4, device="meta")]))  # another device
     assert torch.equal(layer.bfloat16().expert_bias, 1 + 1e-3 * (32 - counts).sign())
     assert not layer.tokens_per_expert.any()
     layer.eval()(x)

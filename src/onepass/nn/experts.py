@@ -244,12 +244,12 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
         (tensor(True), tensor(0.))
     """
     layers = [m for m in model.modules() if isinstance(m, Experts)]
-    if not layers:
-        return
-    counts = torch.cat([_local(m.tokens_per_expert) for m in layers])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(counts, group=group)
-    for layer, count in zip(layers, torch.split(counts, [m.num_experts for m in layers]), strict=True):
+    counts = [_local(m.tokens_per_expert) for m in layers]
+    if layers and torch.distributed.is_available() and torch.distributed.is_initialized():
+        joined = torch.cat(counts)
+        torch.distributed.all_reduce(joined, group=group)
+        counts = [*torch.split(joined, [m.num_experts for m in layers])]
+    for layer, count in zip(layers, counts, strict=True):
         move_bias(layer, count)
 
 
