@@ -28,6 +28,7 @@ from onepass.nn import (
     load_balancing_loss,
     router_z_loss,
     routing_stats,
+    update_balance,
 )
 
 X, LINEAR, WIDE = torch.ones(2, 9, 16), nn.Linear(16, 16), nn.Linear(16, 32)
@@ -79,6 +80,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
        lambda name=name, part=part: on_meta(RoutedBlock(16, 3, **HEADS).get_submodule(name), part)(X))
       for name in ("attention", "feed_forward") for part in ("", "light.norm", "heavy")),
     (TypeError, "RoutedAttention: x must be a tensor, got str", lambda: LAYERS["RoutedBlock"]()("abc")),
+    (TypeError, "update_balance: expert_bias must be float32, got torch.bfloat16; write",
+     lambda: update_balance(nn.Module._apply(Experts(16, 4), torch.Tensor.bfloat16))),
     (ValueError, "dropout must be between 0 and 1", lambda: LAYERS["RoutedBlock"](dropout=1.5)),
     (ValueError, r"light branch must keep the shape \(2, 9, 16\), got \(2, 9, 32\)",
      lambda: Routed(WIDE, LINEAR, Router(16), 3)(X)),

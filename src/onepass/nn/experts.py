@@ -232,6 +232,9 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
         model: any module; its `Experts` are found at any depth.
         group: a process group of torch.distributed.
 
+    Raises:
+        TypeError: a bias or counts are no longer in fp32.
+
     Source: Wang et al., Auxiliary-loss-free load balancing (arXiv:2408.15664).
 
     Example:
@@ -255,6 +258,11 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
 
 def move_bias(layer: Experts, count: Tensor) -> None:
     """Move a bias by the counts of all processes, and clear those of this one."""
+    for name in ("expert_bias", "tokens_per_expert"):
+        if (dtype := getattr(layer, name).dtype) != torch.float32:
+            raise TypeError(
+                f"update_balance: {name} must be float32, got {dtype}; write layer.{name} = layer.{name}.float()"
+            )
     _local(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
     _local(layer.tokens_per_expert).zero_()
 

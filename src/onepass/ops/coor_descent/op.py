@@ -37,15 +37,9 @@ def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:
 
 
 def coor_descent(
-    scores: Tensor,
-    *,
-    n_iters: int,
-    k: Tensor | float,
-    eps: float = 0.1,
-    eps_init: float | None = None,
-    eps_decay: float = 1.0,
-    mask: Tensor | None = None,
-) -> Tensor:
+    scores: Tensor, *, n_iters: int, k: Tensor | float, eps: float = 0.1, eps_init: float | None = None,
+    eps_decay: float = 1.0, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     r"""Return the gates after exactly ``n_iters`` steps of coordinate descent towards a soft top-k of each row.
 
     With :math:`b = -s` at the start, each step does

@@ -361,17 +361,9 @@ def askers(first: Tensor, last: Tensor, m: int, block: int) -> tuple[Tensor, Ten
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor, last: Tensor,
+    mask: Tensor | None, grads: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
     """Write dq, dk, dv into `grads`: rows of (heads, width) with any row stride, the same for dk and dv."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
