@@ -22,17 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 NEEDS = {
-    "hf_trainer": ("transformers", "accelerate"),
-    "lightning_module": ("lightning",),
-    "long_documents": (),
-    "gpt": (),
-    "mixture_of_depths": (),
-    "choose_features": ("sklearn",),
-    "fsdp2": (),
-    "sparse_attention": (),
-    "sparse_autoencoder": (),
-    "mixture_of_experts": (),
-}
+    "hf_trainer": ("transformers", "accelerate"), "lightning_module": ("lightning",), "choose_features": ("sklearn",),
+    "long_documents": (), "gpt": (), "mixture_of_depths": (), "fsdp2": (), "sparse_attention": (),
+    "sparse_autoencoder": (), "mixture_of_experts": (),
+}  # fmt: skip
 # an experiment of six arms
 LINES = {"sparse_attention": 180}
 

@@ -99,6 +99,7 @@ def test_balance_moves_toward_the_mean_in_fp32() -> None:
     assert not layer.tokens_per_expert.any()
     layer.eval()(x)
     assert not layer.tokens_per_expert.any()
+    assert "tokens_per_expert" not in layer.state_dict()
 
 
 def test_four_parts_move_a_bias_as_one_batch() -> None:

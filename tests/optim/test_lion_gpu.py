@@ -192,14 +192,12 @@ def captured_step(optimizer: Lion, params: list[Tensor], clip: bool = False) -> 
 @pytest.mark.parametrize(
     ("dtype", "options", "clip"),
     [
-        (torch.float32, {"weight_decay": 0.1}, False),
-        (torch.bfloat16, {"weight_decay": 0.1}, False),
-        (torch.bfloat16, {}, True),
-        (torch.bfloat16, {"state_dtype": "int8"}, True),
+        (torch.float32, {"weight_decay": 0.1}, False), (torch.bfloat16, {"weight_decay": 0.1}, False),
+        (torch.bfloat16, {}, True), (torch.bfloat16, {"state_dtype": "int8"}, True),
         (torch.bfloat16, {"cautious": True}, True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_graph_replay_sees_the_schedulers_lr_and_clips(dtype: torch.dtype, options: dict[str, Any], clip: bool) -> None:
     a = on_gpu(dtype, [(5000,), (50, 7)])
     b = clones(a)

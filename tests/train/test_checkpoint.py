@@ -115,14 +115,11 @@ def test_damaged_bytes(good: Path, tmp_path: Path, data: st.DataObject):
 @pytest.mark.parametrize(
     "metadata",
     [
-        None,
-        {"onepass": "{}"},
-        {"onepass": "{}", "sha256": "0"},
-        {"onepass": "[]", "sha256": "sum"},
+        None, {"onepass": "{}"}, {"onepass": "{}", "sha256": "0"}, {"onepass": "[]", "sha256": "sum"},
         {"onepass": '{"config": 3, "step": 1}', "sha256": "sum"},
         {"onepass": '{"config": "{}", "step": "x", "metrics_bytes": 0, "seconds": 0}', "sha256": "sum"},
     ],
-)
+)  # fmt: skip
 def test_other_safetensors_files(tmp_path: Path, metadata: dict[str, str] | None):
     tensors = {"a": torch.zeros(2)}
     if metadata and metadata.get("sha256") == "sum":

@@ -28,17 +28,10 @@ def draw(name: str, rows: int, cols: int, seed: int = 0) -> Tensor:
     if name == "outlier":
         normal[:, 0] = 1e5
     return {
-        "normal": normal,
-        "uniform": uniform,
-        "cauchy": (math.pi * (uniform - 0.5)).tan(),
-        "constant": torch.full_like(normal, 3.0),
-        "ties": (2 * normal).round(),
-        "bimodal": normal + 20 * (uniform > 0.8),
-        "exponential": -(1 - uniform).log(),
-        "wide": 1e4 * normal,
-        "outlier": normal,
-        "sorted": normal.sort(dim=-1).values,
-    }[name]
+        "normal": normal, "uniform": uniform, "cauchy": (math.pi * (uniform - 0.5)).tan(), "ties": (2 * normal).round(),
+        "constant": torch.full_like(normal, 3.0), "bimodal": normal + 20 * (uniform > 0.8), "wide": 1e4 * normal,
+        "exponential": -(1 - uniform).log(), "outlier": normal, "sorted": normal.sort(dim=-1).values,
+    }[name]  # fmt: skip
 
 
 class Problem(NamedTuple):
