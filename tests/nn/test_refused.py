@@ -82,6 +82,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "RoutedAttention: x must be a tensor, got str", lambda: LAYERS["RoutedBlock"]()("abc")),
     (TypeError, "update_balance: expert_bias must be float32, got torch.bfloat16; write",
      lambda: update_balance(nn.Module._apply(Experts(16, 4), torch.Tensor.bfloat16))),
+    (NotImplementedError, "RoutedAttention: is_grads_batched=True",
+     lambda: torch.autograd.functional.jacobian(LAYERS["RoutedAttention"](), X, vectorize=True)),
     (ValueError, "dropout must be between 0 and 1", lambda: LAYERS["RoutedBlock"](dropout=1.5)),
     (ValueError, r"light branch must keep the shape \(2, 9, 16\), got \(2, 9, 32\)",
      lambda: Routed(WIDE, LINEAR, Router(16), 3)(X)),

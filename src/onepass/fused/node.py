@@ -31,6 +31,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.library import register_autograd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -107,6 +108,8 @@ def fused(
         @functools.partial(once, name, leaves=True)
         @outside_autocast
         def backward(ctx: Any, *grads_out: Tensor | None) -> Any:
+            if any(g is not None and is_legacy_batchedtensor(g) for g in grads_out):
+                raise NotImplementedError(f"{name}: is_grads_batched=True is not implemented; take torch.func.jacrev")
             dy, *others = upstream_of(grads_out)
             tensors = ctx.saved_tensors
             ctx.maybe_clear_saved_tensors()  # `activations` is now the only owner, unless the graph is retained

@@ -57,14 +57,9 @@ def backward_chosen(
 
 
 def soft_topk(
-    scores: Tensor,
-    k: Tensor | float,
-    *,
-    dim: int = -1,
-    eps: Tensor | float = 0.3,
-    mask: Tensor | None = None,
+    scores: Tensor, k: Tensor | float, *, dim: int = -1, eps: Tensor | float = 0.3, mask: Tensor | None = None,
     kind: str = "capped_exp",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""Return a differentiable top-k of each row: gates in [0, 1] that sum to ``k`` over one dimension.
 
     .. math:: y_i = \varphi\!\left(\frac{s_i + c}{\varepsilon}\right), \qquad
