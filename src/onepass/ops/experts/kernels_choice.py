@@ -9,9 +9,8 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, next_power_of_2, replayed
 
-from .kernels_rows import run
+from .kernels_rows import INTS, run
 
-INTS = ["n", "n_experts"]
 # logits of a tile, and its warps
 TILE, WARPS = 512, 2
 # least sum to divide by, as in other libraries: chosen scores that are all 0 give weights of 0
@@ -30,10 +29,8 @@ def high_and_low(x):
 def parts_kernel(
     w_ptr,  # (size,) any float dtype, contiguous
     out_ptr,  # (3, size) bf16: three parts whose sum is w, or of two parts (high, high, low)
-    size,
-    THREE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    size, THREE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = tl.load(w_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     high, low = high_and_low(w)
@@ -76,16 +73,9 @@ def choose_kernel(
     weight_ptr,  # (n, K) fp32
     index_ptr,  # (n, K) int64
     count_ptr,  # (n_experts,) int32, zeros: how many tokens chose an expert
-    n,
-    n_experts,
-    PARTS: tl.constexpr,
-    K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    n, n_experts, PARTS: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     cols, choices = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (t < n) & (cols < n_experts)
@@ -128,15 +118,9 @@ def choose_backward_kernel(
     d_weight_ptr,  # (n, K) fp32; None: no gradient comes this way
     more_ptr,  # (n, n_experts) fp32, added to the gradient; None: nothing is
     out_ptr,  # (n, n_experts) fp32, or (n, 3·n_experts) bf16: high, low and high part
-    n,
-    n_experts,
-    K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORM: tl.constexpr,
-    IN_PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    n, n_experts, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, IN_PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     cols = tl.arange(0, BLOCK_C)[None, :]
     inside = (t < n) & (cols < n_experts)

@@ -13,9 +13,8 @@ from torch import Tensor
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
-from .kernels_rows import activation_parts, load_experts
+from .kernels_rows import INTS, activation_parts, load_experts
 
-INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
 # most choices for these kernels. Each choice reads its expert again: with more choices than experts, or beyond 64 MB,
 # the kernels of many tokens are as fast
 MOST, MOST_BYTES = 128, 1 << 26
@@ -38,19 +37,9 @@ def hidden_kernel(
     up_ptr,  # (n_experts, D, H), unit column stride; other strides as `load_tile` has them
     gate_ptr,  # the same; None: GELU
     part_ptr,  # (parts of D, n, H) fp32; for the gate as many again
-    n,
-    n_experts,
-    expert_stride,
-    row_stride,
-    gate_expert_stride,
-    gate_row_stride,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    VEC: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    n, n_experts, expert_stride, row_stride, gate_expert_stride, gate_row_stride, K: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, VEC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Write x[p // K] · up[e], and for the gate, over some of the columns of x."""
     p, part = tl.program_id(2), tl.program_id(1)
     d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
@@ -71,19 +60,12 @@ def out_kernel(
     weight_ptr,  # (n,)
     down_ptr,  # (n_experts, H, D), unit column stride
     out_ptr,  # (n, parts of H, D) fp32
-    n,
-    n_experts,
-    expert_stride,
-    row_stride,
+    n, n_experts, expert_stride, row_stride,
     n_parts,  # of D
-    GATED: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
+    GATED: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two ≥ n_parts
-    VEC: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    VEC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Write weight · act(hidden) · down[e] over some of the hidden units; 0 for a choice of no expert."""
     p, part_h = tl.program_id(2), tl.program_id(1)
     h, d = part_h * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)

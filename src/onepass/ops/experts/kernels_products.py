@@ -16,7 +16,7 @@ from torch import Tensor
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 from onepass.ops._shared.kernels_partials import add_partials
 
-from .kernels_rows import activation_parts, gather_sum, order
+from .kernels_rows import INTS, activation_parts, gather_sum, order
 
 __all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
 
@@ -24,7 +24,7 @@ __all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "sprea
 MOST = 1 << 19
 
 
-@triton.jit(do_not_specialize=["n", "n_experts"])
+@triton.jit(do_not_specialize=INTS)
 def rows_kernel(
     a_ptr,  # (n, D) rows in the order of their experts, or for K > 0 their tokens (n / K, D); unit column stride
     b_ptr,  # (n_experts, D, M), any strides

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
-__all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
-
-INTS = ["n", "n_chunks", "n_experts", "row_stride"]
+# integers for whose values no kernel of this folder is compiled anew
+INTS = ["n", "n_chunks", "n_experts", "n_parts", "row_stride", "expert_stride", "gate_row_stride", "gate_expert_stride"]
 # elements of a tile, and choices of a chunk
 TILE, CHUNK = 2048, 128
 
@@ -34,11 +33,8 @@ def load_experts(id_ptr, at, n, n_experts):
 def count_kernel(
     id_ptr,  # (n,) int32 or int64
     count_ptr,  # (n_chunks, WIDTH) int32: how many choices of a chunk are an expert's
-    n,
-    n_experts,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    n, n_experts, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     e = load_experts(id_ptr, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), n, n_experts)
     counts = tl.histogram(tl.maximum(e, 0), WIDTH, mask=e >= 0)
     tl.store(count_ptr + tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), counts)
@@ -48,10 +44,8 @@ def count_kernel(
 def scan_kernel(
     count_ptr,  # (n_chunks, WIDTH): overwritten with the counts of earlier chunks
     total_ptr,  # (WIDTH,) int32
-    n_chunks,
-    STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    n_chunks, STEP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     column = count_ptr + tl.program_id(0)
     total = 0
     for first in range(0, n_chunks, STEP):
@@ -70,11 +64,8 @@ def place_kernel(
     place_ptr,  # (n,) int32: a choice's row
     row_ptr,  # (n,) int32: a row's choice
     end_ptr,  # (n_experts,) int32
-    n,
-    n_experts,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    n, n_experts, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     first, wide = tl.program_id(0) * CHUNK, tl.arange(0, WIDTH)
     at = first + tl.arange(0, CHUNK)
     e = load_experts(id_ptr, at, n, n_experts)
@@ -116,13 +107,8 @@ def spread_kernel(
     place_ptr,  # (n, K) int32
     out_ptr,  # (n·K, D), contiguous
     row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
-    n,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    n, K: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Copy each token to its K rows: x is read once."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     for start in tl.static_range(0, D, BLOCK_C):
@@ -141,13 +127,8 @@ def gather_sum_kernel(
     place_ptr,  # (n, K) int32
     end_ptr,  # (n_experts,) int32
     y_ptr,  # (n, D), contiguous
-    n,
-    n_experts,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    n, n_experts, K: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Add up the K rows of each token in fp32, in their order."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = tl.load(end_ptr + n_experts - 1)
@@ -214,12 +195,8 @@ def activate_kernel(
     row_ptr,  # (n,) int32
     end_ptr,  # (n_experts,) int32
     a_ptr,  # (n, D)
-    n,
-    n_experts,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    n, n_experts, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Write the hidden units, multiplied by the weight of the row."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = p < tl.load(end_ptr + n_experts - 1)
@@ -244,12 +221,8 @@ def activate_backward_kernel(
     a_ptr,  # (n, D): the weighted hidden units once more; may be h_ptr
     d_linear_ptr,  # (n, D); None like linear_ptr; may be linear_ptr
     d_weight_ptr,  # (n,)
-    n,
-    n_experts,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    n, n_experts, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     p = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = p < tl.load(end_ptr + n_experts - 1)
     row = tl.load(row_ptr + p, mask=p < n, other=0)

@@ -131,7 +131,6 @@ def _backward(
     if spare := isinstance(owner, list):
         h, linear = owner
         owner.clear()
-    # h's gradient, the weighted hidden units, the linear part's gradient
     dh, a, d_linear, d_weights = way.hidden_backward(dys, down, h, linear, weights.contiguous(), rows, ends, spare)
     if a is None:
         a, d_linear = h, linear

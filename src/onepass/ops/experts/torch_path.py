@@ -64,15 +64,13 @@ def hidden_backward(
     dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return h's gradient, the weighted hidden units, and the gradients of the linear part and the weights."""
-    d = product(dy, down.mT, ends)
+    d, aten = product(dy, down.mT, ends), torch.ops.aten
     w, d_weights, d_linear = weights.flatten()[rows, None], torch.empty_like(weights), None
-    a = F.gelu(h, approximate="tanh") if linear is None else F.silu(h)
     dw = (d * w).to(d.dtype)
-    if linear is not None:
-        d_linear, a = dw * a, a * linear
-    d_weights.view(-1)[rows] = (d * a).sum(1).to(weights.dtype)
     if linear is None:
-        d.copy_(torch.ops.aten.gelu_backward(dw, h, approximate="tanh"))
+        a, dh = F.gelu(h, approximate="tanh"), aten.gelu_backward(dw, h, approximate="tanh")
     else:
-        d.copy_(torch.ops.aten.silu_backward(dw.mul_(linear), h))
-    return d, a.mul_(w), d_linear, d_weights
+        a = F.silu(h)
+        d_linear, a, dh = dw * a, a * linear, aten.silu_backward(dw * linear, h)
+    d_weights.view(-1)[rows] = (d * a).sum(1).to(weights.dtype)
+    return dh, a.mul_(w), d_linear, d_weights
