@@ -70,6 +70,9 @@ def test_exploring_under_transforms_and_a_compiler() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(parameters, x, dy)["router.weight"], expected)
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x[:, None], dy[:, None])
     torch.testing.assert_close(each["router.weight"].sum(0), expected)
+    stacked = {name: p.detach()[None].requires_grad_() for name, p in parameters.items()}  # models beside each other
+    y = torch.func.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,)))(stacked)
+    torch.testing.assert_close(torch.autograd.grad(y, stacked["router.weight"], dy[None])[0][0], expected)
 
 
 def test_exploring_leaves_no_edge_to_the_tokens() -> None:

@@ -38,7 +38,8 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
         k: how many tokens are chosen, or the share of them.
         mask: ``(batch, n)`` bool, True at real tokens; others give no gradient.
     """
-    stride = router.explore_stride(k, x.shape[1]) if isinstance(router, Router) and y.requires_grad else 0
+    learns = y.requires_grad or torch._C._are_functorch_transforms_active()
+    stride = router.explore_stride(k, x.shape[1]) if isinstance(router, Router) and learns else 0
     if not (isinstance(router, Router) and stride):
         return y
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned

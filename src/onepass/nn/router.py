@@ -143,7 +143,9 @@ class Router(nn.Module):
 
         A share k needs no n for it.
         """
-        if not (self.training and self.explore > 0 and torch.is_grad_enabled() and self.weight.requires_grad):
+        # inside torch.vmap nothing says that it requires a gradient
+        learns = self.weight.requires_grad or torch._C._are_functorch_transforms_active()
+        if not (self.training and self.explore > 0 and torch.is_grad_enabled() and learns):
             return 0
         if isinstance(k, float):
             return round(1 / k) if k < 1 else 0

@@ -115,18 +115,9 @@ _call, forward_op, backward_op = operator(
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    *,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, *, cos: Tensor, sin: Tensor,
+    positions: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     r"""Normalise each head of queries and keys by its root mean square and rotate it, in one pass over both.
 
     With n the normed head, :math:`n = (w + \mathrm{offset})\,x/\sqrt{\mathrm{mean}(x^2) + \varepsilon}`, a pair of its
