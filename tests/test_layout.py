@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 454, 461),
     "train": ("src/onepass/train", 2881, 2900),
-    "tests": ("tests", 19004, 19000),
+    "tests": ("tests", 19000, 19000),
     "measured": ("benchmarks research", 5936, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

@@ -40,14 +40,10 @@ SMALL = 20 if INTERPRET else 90
 NARROWEST = {"rotary": (1, 2), "rotary_attention": (3, 2), "qk_norm_rope": (1, 2)}
 # which arguments are batched, whether upstream gradients are, where the batch lies, whose gradients are wanted
 CASES = (
-    ("none", True, "in front", "first"),
-    ("none", True, "at the end", "all"),
-    ("first", False, "in front", "all"),
-    ("first", True, "at the end", "first"),
-    ("others", True, "in front", "all"),
-    ("all", False, "at the end", "all"),
+    ("none", True, "in front", "first"), ("none", True, "at the end", "all"), ("first", False, "in front", "all"),
+    ("first", True, "at the end", "first"), ("others", True, "in front", "all"), ("all", False, "at the end", "all"),
     ("all", True, "in front", "first"),
-)
+)  # fmt: skip
 
 
 def _small() -> list[Any]:
