@@ -54,20 +54,17 @@ def test_json(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nothing"], "unknown operator 'nothing': accepted are fake, fakes"),
-        (["--dtype", "int8"], "--dtype 'int8': accepted are fp32"),
-        (["--device", "tpu"], "--device 'tpu': accepted are cuda, cpu"),
-        (["--device", "cuda"], "no case matches"),
-        (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
-        (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
-        (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
-        (["--report", "nowhere"], "nowhere: no such directory"),
-        (["--warm", "-3"], "argument --warm: must be from 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["nothing"], "unknown operator 'nothing': accepted are fake, fakes"),
+    (["--dtype", "int8"], "--dtype 'int8': accepted are fp32"),
+    (["--device", "tpu"], "--device 'tpu': accepted are cuda, cpu"),
+    (["--device", "cuda"], "no case matches"),
+    (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
+    (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
+    (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
+    (["--report", "nowhere"], "nowhere: no such directory"),
+    (["--warm", "-3"], "argument --warm: must be from 0"),
+])  # fmt: skip
 def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(arguments)

@@ -81,15 +81,12 @@ def test_topk_not_differentiable() -> None:
     assert top.gates is None
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "match"),
-    [
-        ({"k": 0}, "k must be ≥ 1, got 0"),
-        ({"k": "2"}, "k must be an int, got str"),
-        ({"k": 2, "coor_descent_k_ratio": 0.5}, "coor_descent_k_ratio must be ≥ 1, got 0.5"),
-        ({"k": 2, "coor_descent_k_ratio": "2"}, "coor_descent_k_ratio must be a number > 0, got str"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "match"), [
+    ({"k": 0}, "k must be ≥ 1, got 0"),
+    ({"k": "2"}, "k must be an int, got str"),
+    ({"k": 2, "coor_descent_k_ratio": 0.5}, "coor_descent_k_ratio must be ≥ 1, got 0.5"),
+    ({"k": 2, "coor_descent_k_ratio": "2"}, "coor_descent_k_ratio must be a number > 0, got str"),
+])  # fmt: skip
 def test_refused(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         ours.topk(torch.randn(2, 5), **kwargs)

@@ -109,16 +109,13 @@ class CudaLauncher:
         raise AssertionError("the launcher's Python was to be spared")
 
 
-@pytest.mark.parametrize(
-    ("version", "printed"),
-    [
-        ("3.6.0", "3 1 1 7 f False True None None m None None None 4096 5 0.5 16\n"),
-        *(
-            (v, "3 1 1 7 f False True m None None None None None annotations signature (4096, 5, 0.5, 16)\n")
-            for v in ("3.7.1", "3.8.0", "3.9.0+git123")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("version", "printed"), [
+    ("3.6.0", "3 1 1 7 f False True None None m None None None 4096 5 0.5 16\n"),
+    *(
+        (v, "3 1 1 7 f False True m None None None None None annotations signature (4096, 5, 0.5, 16)\n")
+        for v in ("3.7.1", "3.8.0", "3.9.0+git123")
+    ),
+])  # fmt: skip
 def test_the_launchers_c_function_is_called_without_the_python_around_it(
     version: str, printed: str, kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

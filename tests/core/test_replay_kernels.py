@@ -108,13 +108,10 @@ def test_operators(spec: Spec, name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("_interpreter")
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(lambda: RoutedFeedForward(16, k=3), id="feed forward"),
-        pytest.param(lambda: RoutedAttention(16, k_q=3, k_kv=4, heads=1, dim_head=16, window=4), id="attention"),
-    ],
-)
+@pytest.mark.parametrize("module", [
+    pytest.param(lambda: RoutedFeedForward(16, k=3), id="feed forward"),
+    pytest.param(lambda: RoutedAttention(16, k_q=3, k_kv=4, heads=1, dim_head=16, window=4), id="attention"),
+])  # fmt: skip
 def test_modules(module: Callable[[], torch.nn.Module], masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     routed = module()
     for p in routed.parameters():

@@ -72,18 +72,15 @@ def test_healthy() -> None:
     assert platform.python_version() in out
 
 
-@pytest.mark.parametrize(
-    ("op", "words"),
-    [
-        (lambda x: 2.001 * x, "times the tolerance"),
-        (lambda x: x + x.detach(), "times the tolerance"),
-        (lambda x: (2 * x).index_fill(-1, torch.tensor(x.shape[-1] - 1), torch.nan), "inf times the tolerance"),
-        (Mock(side_effect=RuntimeError("no such kernel\nlong story")), "RuntimeError: no such kernel"),
-        (lambda x: 2 * x[..., :1], "shape (1,), expected (3,)"),
-        (lambda x: (2 * x, x), "2 results, expected 1"),
-        (lambda x: 2 * x.detach() + 0 * x.sum().detach(), "gradient"),
-    ],
-)
+@pytest.mark.parametrize(("op", "words"), [
+    (lambda x: 2.001 * x, "times the tolerance"),
+    (lambda x: x + x.detach(), "times the tolerance"),
+    (lambda x: (2 * x).index_fill(-1, torch.tensor(x.shape[-1] - 1), torch.nan), "inf times the tolerance"),
+    (Mock(side_effect=RuntimeError("no such kernel\nlong story")), "RuntimeError: no such kernel"),
+    (lambda x: 2 * x[..., :1], "shape (1,), expected (3,)"),
+    (lambda x: (2 * x, x), "2 results, expected 1"),
+    (lambda x: 2 * x.detach() + 0 * x.sum().detach(), "gradient"),
+])  # fmt: skip
 def test_a_broken_operator_is_named_and_the_others_go_on(
     op: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

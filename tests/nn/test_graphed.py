@@ -161,17 +161,14 @@ def test_every_change_of_a_module_is_seen(name: str) -> None:
         refuse_changed(settings(module, cpu), before)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "warmup", "error", "message"),
-    [
-        ((torch.relu, torch.ones(2)), 3, TypeError, "module must be an nn.Module, got builtin_function_or_method"),
-        ((nn.Identity(), 3), 3, TypeError, "argument 0 must be a tensor, got int"),
-        ((nn.Identity(), torch.ones(2)), 3, ValueError, "tensor 0 must be on a CUDA device, got one on cpu"),
-        ((nn.Identity(),), 3, ValueError, "give the sample arguments"),
-        *(((nn.Identity(), torch.ones(2)), warmup, error, "graphed: warmup")
-          for warmup, error in ((0, ValueError), (1.5, TypeError), (True, TypeError))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "warmup", "error", "message"), [
+    ((torch.relu, torch.ones(2)), 3, TypeError, "module must be an nn.Module, got builtin_function_or_method"),
+    ((nn.Identity(), 3), 3, TypeError, "argument 0 must be a tensor, got int"),
+    ((nn.Identity(), torch.ones(2)), 3, ValueError, "tensor 0 must be on a CUDA device, got one on cpu"),
+    ((nn.Identity(),), 3, ValueError, "give the sample arguments"),
+    *(((nn.Identity(), torch.ones(2)), warmup, error, "graphed: warmup")
+      for warmup, error in ((0, ValueError), (1.5, TypeError), (True, TypeError))),
+])  # fmt: skip
 def test_other_arguments(arguments: tuple[Any, ...], warmup: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         graphed(*arguments, warmup=warmup)

@@ -72,15 +72,11 @@ def test_values_and_gradients_are_those_of_the_definition(router: str, kind: str
     torch.testing.assert_close(found[:2], found[2:])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: layer.light.up.register_full_backward_hook(lambda *_: None),
-        lambda layer: setattr(layer.heavy.norm, "rounding", "twice"),
-        lambda layer: setattr(layer.light.norm, "offset", 1.0),
-    ],
-    ids=["backward hook", "rounding", "offset"],
-)
+@pytest.mark.parametrize("change", [
+    lambda layer: layer.light.up.register_full_backward_hook(lambda *_: None),
+    lambda layer: setattr(layer.heavy.norm, "rounding", "twice"),
+    lambda layer: setattr(layer.light.norm, "offset", 1.0),
+], ids=["backward hook", "rounding", "offset"])  # fmt: skip
 def test_what_the_node_does_not_do_is_left_to_the_modules(change: Callable[[RoutedFeedForward], object]) -> None:
     layer, x = RoutedFeedForward(DIM, 3).bfloat16(), tokens(2, 9, DIM).bfloat16()
     before = layer.fused_dtype(x, None)

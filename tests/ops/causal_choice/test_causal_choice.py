@@ -97,16 +97,13 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("batch", "n", "k", "block", "memory", "masked"),
-    [
-        (2, 12, 5, 1, 7, True), (2, 8192, 512, 128, 2048, False), (3, 8190, 512, 128, 2048, True),
-        (2, 65536, 4096, 128, 2048, True),
-        (2, 4000, 3999, 64, 8192, False), (2, 5000, 700, 1024, 1024, True), (2, 20000, 300, 8, 64, False),
-        (1, 1 << 20, 1 << 16, 128, 2048, False), (3, 8190, 1 / 16, 128, 2048, True), (2, 5000, 700, 2048, 2048, True),
-        (2, 20000, 900, 512, 1 << 14, False),  # as the one before, of sizes that no kernel takes
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("batch", "n", "k", "block", "memory", "masked"), [
+    (2, 12, 5, 1, 7, True), (2, 8192, 512, 128, 2048, False), (3, 8190, 512, 128, 2048, True),
+    (2, 65536, 4096, 128, 2048, True),
+    (2, 4000, 3999, 64, 8192, False), (2, 5000, 700, 1024, 1024, True), (2, 20000, 300, 8, 64, False),
+    (1, 1 << 20, 1 << 16, 128, 2048, False), (3, 8190, 1 / 16, 128, 2048, True), (2, 5000, 700, 2048, 2048, True),
+    (2, 20000, 900, 512, 1 << 14, False),  # as the one before, of sizes that no kernel takes
+])  # fmt: skip
 def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: int, masked: bool) -> None:
     mask = _mask(batch, n).cuda() if masked else None
     _compare(tokens(batch, n).cuda(), k, block, memory, mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -149,6 +150,35 @@ def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> 
         y, again = (call(onepass.experts, sample)[0] for _ in range(2))
     assert torch.equal(y, again)
     close(y, *call(definition.experts, float64(sample)), 1e-4, 1e-5, "y")
+
+
+def test_what_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's products: only matrices that they take, on GPUs where they don't wait. Few choices: rows within int32."""
+    products, few = (pytest.importorskip(f"onepass.ops.experts.kernels_{name}") for name in ("products", "few"))
+    for capability, waits in (((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, of=capability: of)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: None)
+        assert products._gpu.__wrapped__(0)[0] is waits
+    monkeypatch.setattr(products, "_waits_and_shares", lambda x: (False, False))
+    x, ends = torch.randn(16, 16).bfloat16(), torch.arange(2, 17, 2, dtype=torch.int32)
+    by_torch = [((512, 32, 1), 0), ((512, 1, 16), 0), ((32, 256, 1), 0), ((640, 40, 1), 8)]
+    others = [((1, 256, 8), 0), ((512, 32, 1), 1), ((0, 32, 1), 0), ((512, 8, 1), 0), ((512, 36, 1), 0)]
+    for strides, start in (*by_torch, *others):
+        up = torch.zeros(6000, dtype=BF16).as_strided((8, 16, 32), strides, start)
+        assert products.takes(x, up) is ((strides, start) in others)
+        assert (strides, start) in others or F.grouped_mm(x, up, offs=ends).shape == (16, 32)
+    fused = torch.empty(4096, 256, 4096, device="meta")
+    assert few.takes(2, fused.transpose(0, 1)[:, :2000])
+    assert not few.takes(2, fused.transpose(0, 1))
+
+
+def test_many_experts(device: str) -> None:
+    """More than 16 bits can number; counts that int32 can't find are refused by name."""
+    u, weight = torch.randn(3, 8, device=device), torch.randn(70000, 8, device=device)
+    _, logits, indices, _ = choice.choose_experts(u, weight, None, None, 2, "softmax", True)
+    assert torch.equal(indices, logits.topk(2).indices)
+    with pytest.raises(ValueError, match="4194304 choices of 65536 experts are too many for one call; pass fewer"):
+        pytest.importorskip("onepass.ops.experts.kernels_rows").order(torch.zeros(1 << 22, 1), 1 << 16)
 
 
 @pytest.mark.gpu

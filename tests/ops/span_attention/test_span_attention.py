@@ -26,15 +26,12 @@ def _prefixes(n: int, m: int) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(last), last
 
 
-@pytest.mark.parametrize(
-    ("n", "m", "spans"),
-    [
-        pytest.param(300, 300, _windows(300, 64, True), id="causal windows"),
-        pytest.param(300, 300, _windows(300, 128, False), id="windows of whole tiles"),
-        pytest.param(200, 333, _prefixes(200, 333), id="prefixes"),
-        pytest.param(130, 257, (torch.arange(130), torch.full((130,), 400)), id="beyond the end"),
-    ],
-)
+@pytest.mark.parametrize(("n", "m", "spans"), [
+    pytest.param(300, 300, _windows(300, 64, True), id="causal windows"),
+    pytest.param(300, 300, _windows(300, 128, False), id="windows of whole tiles"),
+    pytest.param(200, 333, _prefixes(200, 333), id="prefixes"),
+    pytest.param(130, 257, (torch.arange(130), torch.full((130,), 400)), id="beyond the end"),
+])  # fmt: skip
 def test_tiles_seen_whole_in_part_and_not_at_all(n: int, m: int, spans: tuple[Tensor, Tensor]) -> None:
     q, k, v = (tokens(1, rows, 1, 16, seed=rows).requires_grad_() for rows in (n, m, m + 1))
     v = v[:, :m]

@@ -220,13 +220,10 @@ def test_every_option_on_gpu(rows: int, n: int, k: int, dtype: torch.dtype) -> N
 
 # a test per k, so that several processes share what kernels take to compile
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("n", "k"),
-    [
-        (n, k) for n in (1, 2, 17, 63, 500, 1000, 8192, 16385, 32768, 32769, 100003, 1 << 20)
-        for k in sorted({1, min(n, 100), n // 16 + 1, min(n, 4096), n // 2 + 1, *((n, n + 7) if n < 5000 else ())})
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n", "k"), [
+    (n, k) for n in (1, 2, 17, 63, 500, 1000, 8192, 16385, 32768, 32769, 100003, 1 << 20)
+    for k in sorted({1, min(n, 100), n // 16 + 1, min(n, 4096), n // 2 + 1, *((n, n + 7) if n < 5000 else ())})
+])  # fmt: skip
 def test_kernels_on_gpu(n: int, k: int) -> None:
     mask = torch.rand(4, n, device="cuda") > 0.4
     for i, kind in enumerate(KINDS):

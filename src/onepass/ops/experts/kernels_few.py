@@ -87,11 +87,12 @@ def out_kernel(
     tl.store(out_ptr + (p * tl.num_programs(1) + part_h) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
-def takes(choices: int, up: Tensor, gate: Tensor | None) -> bool:
-    """Return whether these kernels are faster than grouped products for so many choices."""
-    n_experts, dim, hidden = up.shape
-    size = (2 if gate is None else 3) * dim * hidden * up.element_size()
-    return 0 < choices <= min(MOST, max(n_experts, MOST_BYTES // max(1, size)))
+def takes(choices: int, *matrices: Tensor) -> bool:
+    """Return whether these kernels are faster than grouped products for so many choices, and find a matrix's rows."""
+    n_experts, dim, hidden = matrices[0].shape
+    size = len(matrices) * dim * hidden * matrices[0].element_size()
+    within = all(m.stride(2) == 1 and m.shape[1] * m.stride(1) < 2**31 for m in matrices)
+    return within and 0 < choices <= min(MOST, max(n_experts, MOST_BYTES // max(1, size)))
 
 
 @replayed

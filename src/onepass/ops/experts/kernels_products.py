@@ -1,7 +1,7 @@
 """Grouped products of our own, which gather tokens and activate, in the place of `kernels_rows`' steps.
 
-For all dtypes and GPUs but bf16 from sm_90 on with large matrices: there torch's products win by more than spread and
-activation take.
+For all dtypes and GPUs but bf16 on sm_90 and sm_100 with large matrices: there torch's products win by more than spread
+and activation take. On other GPUs torch's make the host wait.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def weights_kernel(
 def _gpu(index: int) -> tuple[bool, bool]:
     """Return whether torch's grouped product of bf16 makes the host wait, and whether programs have 227 KB to share."""
     shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
-    return torch.cuda.get_device_capability(index) < (9, 0), shared >= 232448
+    return torch.cuda.get_device_capability(index)[0] not in (9, 10), shared >= 232448
 
 
 def _waits_and_shares(x: Tensor) -> tuple[bool, bool]:
@@ -157,9 +157,10 @@ def takes(x: Tensor, up: Tensor, *others: Tensor | None) -> bool:
     torch_waits, shares_much = _waits_and_shares(x)
     if torch_waits or x.dtype != torch.bfloat16 or (shares_much and up.shape[1] * up.shape[2] <= MOST):
         return True
-    # torch takes rows of whole 16 bytes
-    layouts = [(m.data_ptr(), *sorted(m.stride())) for m in (up, *others) if m is not None]
-    return any(start % 16 or unit != 1 or row % 8 or matrix % 8 for start, unit, row, matrix in layouts)
+    # torch takes matrices that lie row by row or column by column, in rows of whole 16 bytes
+    by_row = [m if m.stride(2) == 1 else m.mT for m in (up, *others) if m is not None]
+    fit = (m.stride(2) == 1 and m.stride(1) >= m.shape[2] and m.stride(0) > 0 for m in by_row)
+    return not all(fit) or any(m.data_ptr() % 16 or m.stride(0) % 8 or m.stride(1) % 8 for m in by_row)
 
 
 def spread(x: Tensor, places: Tensor) -> Tensor:
@@ -219,10 +220,7 @@ def hidden(
 def hidden_backward(
     dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return h's gradient, the weighted hidden units, and the gradients of the linear part and the weights.
-
-    With `spare` the second and the third overwrite h and the linear part instead.
-    """
+    """Return h's gradient, and what `kernels_rows.activate_backward` does, with `spare` too."""
     dh, d_weights = torch.empty_like(h), torch.empty_like(weights)
     tile = _rows_tile(dy, h.shape[1], "backward", linear is not None)
     units, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
@@ -242,8 +240,7 @@ def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, b
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)
     block_n, block_p, block_q, warps, stages = 32, 64, 64, 4, 5
     if a.element_size() == 2 and _waits_and_shares(a)[1]:
-        block_n, warps = 64, 8
-        block_p, block_q = 128, 128 if p % 256 or q % 256 else 256
+        block_n, block_p, block_q, warps = 64, 128, 128 if p % 256 or q % 256 else 256, 8
     constants = (*ks, p, q, a.stride(0), b.stride(0), block_n, block_p, block_q)
     grid = experts * cdiv(p, block_p) * cdiv(q, block_q), 1, 1
     launch(weights_kernel, grid, (a, b, ends, rows, out), (), constants, num_warps=warps, num_stages=stages)

@@ -93,6 +93,8 @@ def order(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return places (T, K), rows (N,) and ends (E,) of choices (T, K), contiguous."""
     n, width = ids.numel(), next_power_of_2(n_experts)
     chunks = cdiv(n, CHUNK)
+    if chunks * max(CHUNK, width) >= 2**31:
+        raise ValueError(f"experts: {n} choices of {n_experts} experts are too many for one call; pass fewer tokens")
     shapes = (chunks, width), (width,), ids.shape, (n,), (n_experts,)
     counts, totals, places, rows, ends = (torch.empty(s, dtype=torch.int32, device=ids.device) for s in shapes)
     run(count_kernel, chunks, (ids, counts), (n, n_experts), CHUNK, width)
@@ -171,8 +173,7 @@ def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) 
     (n, k), d = places.shape, rows.shape[1]
     y = torch.empty((n, d), dtype=rows.dtype, device=rows.device)
     block_r, block_c = _tile(d)
-    tensors = (rows, more, places, ends, y)
-    run(gather_sum_kernel, cdiv(n, block_r), tensors, (n, len(ends)), k, d, block_r, block_c)
+    run(gather_sum_kernel, cdiv(n, block_r), (rows, more, places, ends, y), (n, len(ends)), k, d, block_r, block_c)
     return y
 
 

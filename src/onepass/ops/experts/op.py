@@ -96,10 +96,10 @@ def _without_gradients(
 ) -> Tensor:
     """Return y alone; few tokens without gradients, as in decoding, go to kernels that read only the chosen experts."""
     matrices = [up, down] if gate is None else [up, down, gate]
-    if not torch.is_grad_enabled() and uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
+    if not torch.is_grad_enabled() and uses_triton(x) and x.numel():
         from . import kernels_few
 
-        if kernels_few.takes(indices.numel(), up, gate):
+        if kernels_few.takes(indices.numel(), *matrices):
             return kernels_few.few(x.contiguous(), indices.contiguous(), weights.contiguous(), up, down, gate)  # type: ignore[no-any-return]
     return _forward(x, indices, weights, up, down, gate, activation)[0]
 
