@@ -228,7 +228,7 @@ def experts(
         ``(tokens, dim)``, dtype of x.
 
     Gradients flow to x, weights and the matrices, the same bit for bit from run to run. Backward keeps x, the hidden
-    units before the activation, the weights and the order of the rows. The host never waits for a GPU.
+    units before the activation, the weights and the order of the rows. Only float64 makes the host wait for a GPU.
 
     Raises:
         TypeError: a tensor is not floating-point, indices are not integers, or the dtypes of x and a matrix differ.
