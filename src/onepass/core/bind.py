@@ -2,7 +2,7 @@
 
 A call takes one of three entries, depending on what intercepts it:
 
-* **the dispatcher** (torch.compile, export, FakeTensor, DTensor, any dispatch mode): the registered op.
+* **the dispatcher** (torch.compile, export, jit.trace, FakeTensor, DTensor, any dispatch mode): the registered op.
   Dynamo never traces our autograd.Function: with one tensor passed twice it returns wrong gradients silently.
 * **torch.func** (grad, vmap): a `setup_context` Function whose backward is itself a Function.
 * **plain eager**: a Function that calls the kernels directly, skipping 10 to 60 µs of dispatcher.
