@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -338,11 +339,15 @@ def experts() -> Iterator[Call]:
         spec = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
         torch.testing.assert_close(spec, weight, rtol=2**-23, atol=0.0)
 
-    vars(kernels_rows).update(product=torch_path.product, weight_product=torch_path.weight_product)
-    kernels_products.takes = lambda x, *matrices: x.dtype != BF16  # initcheck reports tensor maps of torch's
+    def without_torchs(call: Callable[[], None]) -> None:  # initcheck reports tensor maps of torch's products
+        own = mock.patch.object(kernels_products, "takes", lambda x, *matrices: x.dtype != BF16)
+        products = {name: getattr(torch_path, name) for name in ("product", "weight_product")}
+        with own, mock.patch.multiple(kernels_rows, **products):
+            call()
+
     for s, dtype in itertools.product(load("experts").SPECS, (FP32, FP16, BF16)):
         for given in (s, dataclasses.replace(s, op=torch.no_grad()(s.op), reference=torch.no_grad()(s.reference))):
-            yield from of_spec(given, dtype)
+            yield from ((name, functools.partial(without_torchs, call)) for name, call in of_spec(given, dtype))
     for score, dtype in itertools.product(("sigmoid", "softmax"), (FP32, BF16)):
         router = Sample(score, (maker(dtype)(37, 24), maker(FP32)(5, 24)))
         ours: Any = lambda u, w, s=score: choose_experts(u, w, None, None, 3, s, True)[0]  # noqa: E731

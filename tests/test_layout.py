@@ -27,7 +27,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "doctor": ("src/onepass/doctor", 454, 461),
     "train": ("src/onepass/train", 2881, 2900),
     "tests": ("tests", 18999, 19000),
-    "measured": ("benchmarks research", 5936, 6000),
+    "measured": ("benchmarks research", 5935, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),
 }

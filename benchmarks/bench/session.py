@@ -52,15 +52,9 @@ class Session:
     """Measure cases, print and write them to `json`; `known` is {import name: distribution} of the rivals."""
 
     def __init__(
-        self,
-        cases: Sequence[tuple[str, Case]],
-        device: str,
-        known: Mapping[str, str],
-        json: Path | None = None,
-        *,
-        compile: bool = True,
-        limit_s: float = 0.0,
-    ) -> None:
+        self, cases: Sequence[tuple[str, Case]], device: str, known: Mapping[str, str], json: Path | None = None, *,
+        compile: bool = True, limit_s: float = 0.0,
+    ) -> None:  # fmt: skip
         # operator by operator, then by dtype and pass
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.json = json
