@@ -141,8 +141,8 @@ def own_products(cell: dict[str, Record]) -> float:
 
 def experts() -> Iterable[str]:
     """Over the products in the same run, and the least of all others; memory of a call without a graph."""
-    yield f"forward and backward (CUDA graph, bf16, {made(records('h200/raw/experts.json')[0])}, d ≤ 512 the day after)"
-    gelu = "experts", "GELU", "torch, torch.compile", "torch compiled"
+    day, gelu = made(records("h200/raw/experts.json")[0]), ("experts", "GELU", "torch, torch.compile", "torch compiled")
+    yield f"forward and backward (CUDA graph, bf16, {day}; ours at d ≤ 512 from two runs)"
     for file, told, rival, name in (gelu, ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE")):
         cells = by_case(records(f"h200/raw/{file}.json")[1:])
         graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells]

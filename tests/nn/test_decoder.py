@@ -58,7 +58,7 @@ class Model(nn.Module):
         return self.head(x)
 
     def decoder(self, batch: int = 3, max_tokens: int = 60, **options: Any) -> Decoder:
-        with torch.device("meta"):  # the default device is nobody's
+        with torch.device("meta"):  # Decoder computes where its blocks are
             return Decoder(self.blocks, self.embedding, self.head, batch=batch, max_tokens=max_tokens, **options)
 
 

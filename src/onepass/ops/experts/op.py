@@ -19,15 +19,15 @@ from onepass.ops._shared import arguments
 ACTIVATIONS = ("gelu", "swiglu")
 
 
-def _way(x: Tensor, choices: Tensor, *matrices: Tensor | None) -> Any:
+def _way(x: Tensor, choices: Tensor, up: Tensor | None = None, *others: Tensor | None) -> Any:
     """Return the module that computes the steps of a call: own products, torch's between kernels, or all in torch."""
     if not uses_triton(x) or not choices.numel() or not x.shape[1]:
-        from . import torch_path as way
-    else:
-        from . import kernels_products, kernels_rows
+        from . import torch_path
 
-        way = kernels_products if matrices and kernels_products.takes(x, *matrices) else kernels_rows  # type: ignore
-    return way
+        return torch_path
+    from . import kernels_products, kernels_rows
+
+    return kernels_products if up is not None and kernels_products.takes(x, up, *others) else kernels_rows
 
 
 def _check_indices(name: str, indices: Tensor, n_experts: int) -> None:
