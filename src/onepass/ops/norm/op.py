@@ -424,8 +424,8 @@ def layer_norm(
 
     Raises:
         TypeError: a tensor is not floating-point, eps is not a number, or an option is not one of these.
-        ValueError: shapes don't fit, eps is negative, an option is unknown or does not go with another, or the tensors
-            are on different devices.
+        ValueError: shapes don't fit, eps is negative, an option's value is unknown or does not go with another, or the
+            tensors are on different devices.
         NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
             computed y (some plain eager calls on a CPU).
 
