@@ -132,11 +132,11 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),
-    (ValueError, "eps must be a finite number > 0, got 0.0", lambda: Router(8, eps=0.0)),
-    (ValueError, "eps must be a finite number > 0, got inf", lambda: Router(8, eps=inf)),
+    *((ValueError, f"eps must be a finite number > 0, got {x}", lambda x=x: Router(8, eps=x)) for x in (0.0, inf)),
     (ValueError, "kind must be one of capped_exp.*got 'hard'", lambda: Router(8, kind="hard")),
     (TypeError, "Router: unexpected argument score; scores are", lambda: Router(8, score="cosine")),
-    (TypeError, "CausalRouter: unexpected argument memories$", lambda: CausalRouter(8, memories=2)),
+    *((TypeError, f"CausalRouter: unexpected argument {name}$", lambda name=name: CausalRouter(8, **{name: 2}))
+      for name in ("memories", "num_routes", "kind", "gate", "explore")),
     (ValueError, "gate must be one of soft, straight_through; got 'none'", lambda: Router(8, gate="none")),
     (ValueError, "explore must be a finite number ≥ 0, got -1", lambda: Router(8, explore=-1)),
     (ValueError, "explore must be a finite number ≥ 0, got nan", lambda: Router(8, explore=nan)),

@@ -11,7 +11,7 @@ from onepass.fused.choice import Choice
 from onepass.ops.causal_choice.definition import places
 from onepass.ops.causal_choice.op import MEMORY, check_sizes
 
-from .count import check_size
+from .count import check_size, refuse_gone
 from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class CausalRouter(Router):
     where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block, P are the tokens
     before i; the first token of a sequence has none and is chosen. Tokens above their threshold are chosen in order,
     while the number chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, R_b real tokens before the block.
-
     A float k is r: a choice depends on the row's real tokens so far alone. An int k means k/n, which depends on n.
 
     A chosen gate lies between ½ and 1 and has a gradient in its own score (a capped exponential has none above the
@@ -43,7 +42,7 @@ class CausalRouter(Router):
         eps: temperature ε of the gates.
         block: tokens that share a threshold.
         memory: tokens before a block that its threshold is computed from; a multiple of block.
-        score, device, dtype: as `Router`.
+        device, dtype: as `Router`.
 
     Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last; a share has as
     many places as its last block can fill. Masked tokens are never chosen and count in no threshold.
@@ -69,7 +68,8 @@ class CausalRouter(Router):
         self, dim: int, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **gone: NoReturn,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps=eps, device=device, dtype=dtype, **gone)
+        refuse_gone("CausalRouter", gone)  # `Router` would take its own options, which have no effect here
+        super().__init__(dim, eps=eps, device=device, dtype=dtype)
         check_size("CausalRouter", "block", block)
         check_size("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)
