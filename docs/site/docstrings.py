@@ -26,6 +26,9 @@ class Mathematics(griffe.Extension):
     """Make fenced blocks of the formulas, which `hooks.formula` draws, and MathML of those within a line."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if isinstance(obj, griffe.Function) and "gone" in obj.parameters:
+            # `**gone` refuses by name what was an argument once
+            del obj.parameters["gone"]
         if obj.docstring:
             text, *example = EXAMPLE.split(obj.docstring.value)
             text = ROLE.sub("", BLOCK.sub(_fenced, TABLE.sub(_table, text)))

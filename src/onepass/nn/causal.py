@@ -41,7 +41,7 @@ class CausalRouter(Router):
         dim: width of the tokens.
         eps: temperature ε of the gates.
         block: tokens that share a threshold.
-        memory: tokens before a block that its threshold is computed from; a multiple of block.
+        memory: tokens (2048) before a block that its threshold is computed from; a multiple of block.
         device, dtype: as `Router`.
 
     Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last; a share has as

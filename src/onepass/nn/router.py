@@ -40,7 +40,7 @@ class Router(nn.Module):
     r"""Score every token against a learned vector, choose the k best, gate them differentiably.
 
     .. math::
-        s_i = \Big\langle \frac{x_i}{\mathrm{rms}(x_i)}, v\Big\rangle, \qquad
+        s_i = \left\langle \frac{x_i}{\mathrm{rms}(x_i)}, v\right\rangle, \qquad
         g = \mathrm{soft\_topk}(s, k, \varepsilon), \qquad v \sim \mathcal N(0, 1/d)
 
     The defaults learn. Scores start with a standard deviation of 1 at every width, so ε means the same everywhere. The

@@ -155,7 +155,7 @@ _call_score, *_ = operator(
 def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     r"""Score every token: the dot product of its RMS-normalised row with a learned vector, in one read of ``x``.
 
-    .. math:: s_t = \Big\langle \frac{x_t}{\sqrt{\mathrm{mean}(x_t^2) + \varepsilon}}, v\Big\rangle
+    .. math:: s_t = \left\langle \frac{x_t}{\sqrt{\mathrm{mean}(x_t^2) + \varepsilon}}, v\right\rangle
 
     With a random v of length 1, scores have a standard deviation of 1 at every width.
 
