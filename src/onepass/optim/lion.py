@@ -40,8 +40,8 @@ class Lion(Optimizer):
         maximize: ascend instead of descend.
         foreach: given as in torch, True or False, torch's operations update tensor by tensor.
         fused: on CUDA, True requires the Triton kernel and False avoids it; by default every tensor that it takes uses
-            it. On a CPU, True compiles the update with torch.compile into one pass over memory: about twice as fast,
-            but it needs a C++ compiler and some seconds at the first step. For GradScaler, see below.
+            it. On a CPU, True compiles the update with torch.compile into one pass over memory: large tensors take two
+            thirds of the time, but it needs a C++ compiler and seconds at the first step. For GradScaler, see below.
         capturable: allow CUDA graph capture. The learning rate becomes a tensor on the device, which schedulers write
             to and replays read. Take one step before capturing.
         differentiable: record the step in autograd.

@@ -220,7 +220,7 @@ def topk(
         dim: the dimension of rows. Where it is not the last, ``scores.shape[:-1]`` below is the shape without it.
         largest: False chooses the smallest, as for ``-scores``; values are the scores themselves, padding is +inf. NaN
             still comes first, unlike in `torch.topk`.
-        sorted: best first; False gives ascending indices, which costs less.
+        sorted: best first; False gives ascending indices, on a GPU faster for k from 100 to 4096, else slower.
         lengths: int32 or int64, broadcasts to ``scores.shape[:-1]``: how many scores of each row count, from `start`
             on. On a CPU a range that reaches past its row is refused; on a GPU, in compiled programs and under vmap it
             is clamped to the row, because the host doesn't see its values.
