@@ -67,14 +67,10 @@ def everything() -> dict[str, Impl]:
         raise ModuleNotFoundError("No module named 'far_away'", name="far_away")
 
     return {
-        "agrees": thunk(right + 1e-5, us=20.0),
-        "onepass": thunk(right, us=10.0),
-        "wrong": thunk(right + 1, us=1.0),
-        "raises": thunk(RuntimeError("kaput\nsecond line")),
-        "absent": Missing("absent-package"),
-        "late": Prepared(not_importable),
-        "torch.compile of it": thunk(right, us=15.0),
-    }
+        "agrees": thunk(right + 1e-5, us=20.0), "onepass": thunk(right, us=10.0), "wrong": thunk(right + 1, us=1.0),
+        "raises": thunk(RuntimeError("kaput\nsecond line")), "absent": Missing("absent-package"),
+        "late": Prepared(not_importable), "torch.compile of it": thunk(right, us=15.0),
+    }  # fmt: skip
 
 
 @pytest.fixture

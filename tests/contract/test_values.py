@@ -92,7 +92,12 @@ def _expanded(t: Tensor) -> Tensor:
     return t[:1].expand(t.shape) if t.dim() >= 2 and t.shape[0] else t
 
 
-LAYOUTS = [_transposed, _stepped, _sliced]
+def _negated(t: Tensor) -> Tensor:
+    """A view such as `z.conj().imag`: its memory has the other sign."""
+    return torch._neg_view(-t)
+
+
+LAYOUTS = [_negated, _transposed, _stepped, _sliced]
 
 
 @pytest.mark.parametrize(("spec", "name"), samples_in_turn(2))

@@ -524,12 +524,9 @@ def test_a_padded_row_is_as_alone(
 @those("mask packed")
 @settings(max_examples=6)
 @given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
-    more=st.sampled_from((None, 0, 5)),
-    flat=st.booleans(),
-    dtype=st.sampled_from((torch.int32, torch.int64)),
-    seed=st.integers(0, 1000),
-)
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any), more=st.sampled_from((None, 0, 5)),
+    flat=st.booleans(), dtype=st.sampled_from((torch.int32, torch.int64)), seed=st.integers(0, 1000),
+)  # fmt: skip
 def test_a_packed_row_is_as_alone(
     spec: Layer, lengths: list[int], more: int | None, flat: bool, dtype: torch.dtype, seed: int
 ) -> None:

@@ -67,14 +67,9 @@ def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    k=st.sampled_from((1 / 16, 0.1, 0.25, 0.5, 1.0)),
-    batch=st.integers(1, 3),
-    n=st.integers(1, 70),
-    memory=st.sampled_from((WINDOW, 2 * WINDOW, 8 * WINDOW)),
-    wide=st.booleans(),
-    seed=st.integers(0, 10_000),
-    data=st.data(),
-)
+    k=st.sampled_from((1 / 16, 0.1, 0.25, 0.5, 1.0)), batch=st.integers(1, 3), n=st.integers(1, 70), data=st.data(),
+    memory=st.sampled_from((WINDOW, 2 * WINDOW, 8 * WINDOW)), wide=st.booleans(), seed=st.integers(0, 10_000),
+)  # fmt: skip
 def test_steps_equal_the_full_forward(
     k: float, batch: int, n: int, memory: int, wide: bool, seed: int, data: st.DataObject
 ) -> None:

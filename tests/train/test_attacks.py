@@ -107,12 +107,9 @@ def test_a_damaged_run_is_refused_whole_or_ends_with_the_right_weights(
 
 @settings(FEW, max_examples=24)
 @given(
-    name=st.sampled_from((*FILES, *PICTURES, ".lock")),
-    partial=st.booleans(),
-    dangling=st.booleans(),
-    command=st.sampled_from(("resume", "force", "show")),
-    running=st.booleans(),
-)
+    name=st.sampled_from((*FILES, *PICTURES, ".lock")), partial=st.booleans(), dangling=st.booleans(),
+    command=st.sampled_from(("resume", "force", "show")), running=st.booleans(),
+)  # fmt: skip
 def test_the_target_of_a_planted_link_stays_as_it_was(
     unfinished: tuple[Path, dict[str, bytes]], home: Path, name: str, partial: bool, dangling: bool, command: str,
     running: bool,

@@ -29,16 +29,18 @@ def is_fake(t: torch.Tensor) -> bool:
 def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
     """Return whether the call involves no transform, no mode, no trace, no tangents and no tensor subclass.
 
-    A meta tensor as first argument gives False: it has no data, and the dispatcher computes shapes and dtypes.
-    torch.jit.trace records operators; the operations behind them depend on values. torch.onnx takes operations alone.
+    A meta tensor as first argument gives False: it has no data, and the dispatcher computes shapes and dtypes. So does
+    a lazily negated one (`z.conj().imag`): the dispatcher negates it, kernels would read its memory. torch.jit.trace
+    records operators; the operations behind them depend on values. torch.onnx takes operations alone.
     """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or forward_mode():
         return False
     if (torch._C._is_tracing() and not torch.onnx.is_in_onnx_export()) or (args and getattr(args[0], "is_meta", False)):
         return False
-    if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
-        return True
-    return all(type(a) in PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
+    is_known = _PLAIN_ARGUMENTS.issuperset(map(type, args))
+    if not is_known and any(isinstance(a, torch.Tensor) and type(a) not in PLAIN_TYPES for a in args):
+        return False
+    return not [a for a in args if type(a) in PLAIN_TYPES and a.is_neg()]
 
 
 @contextlib.contextmanager
@@ -66,13 +68,15 @@ def takes_operators(*tensors: torch.Tensor | None) -> bool:
     """Return whether a call with these tensors may go to one large operator through the dispatcher.
 
     True under torch.compile, dispatch modes and FakeTensor. False for transforms of torch.func, tangents and other
-    subclasses of Tensor, whose rules are written for smaller operators, and for meta tensors.
+    subclasses of Tensor, whose rules are written for smaller operators, and for meta and lazily negated tensors.
     """
-    if forward_mode() or not all(t is None or type(t) in _OF_OPERATORS for t in tensors):
+    present = [t for t in tensors if t is not None]
+    if forward_mode() or not all(type(t) in _OF_OPERATORS for t in present):
         return False
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and (torch._C._are_functorch_transforms_active() or any(t.is_neg() for t in present)):
         return False
-    return not any(t is not None and t.is_meta for t in tensors)
+    return not any(t.is_meta for t in present)
 
 
 def fast_apply(function: Any) -> Callable[..., Any]:
@@ -111,6 +115,8 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
+        # a kernel reads memory, which has the other sign where a gradient is lazily negated
+        grads = tuple([g.resolve_neg() if g is not None and g.is_neg() else g for g in grads])
         # gradients are recorded only under create_graph=True; skip the guard's cost otherwise
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)

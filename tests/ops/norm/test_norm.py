@@ -69,13 +69,10 @@ def test_a_wider_stream(cols: int, wanted: tuple[int, ...], device: str) -> None
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "weights per head": {},
-    "gate": {"gate": 3},
+    "weights per head": {}, "gate": {"gate": 3}, "rounded twice": {"rounding": "twice"},
     "gate first, by sigmoid": {"gate": 3, "gate_first": True, "gate_act": "sigmoid"},
-    "rounded twice": {"rounding": "twice"},
-    "rows in 8 bits": {"quantize": "row"},
-    "blocks in 8 bits": {"quantize": "block"},
-}
+    "rows in 8 bits": {"quantize": "row"}, "blocks in 8 bits": {"quantize": "block"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)

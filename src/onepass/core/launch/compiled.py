@@ -88,9 +88,7 @@ def launch(
     their integers `do_not_specialize`, and floats must be floats). In any other case, and while a profiler's launch
     hooks are set, Triton's own launch runs. The device is that of the tensors, whichever is the current one.
     """
-    first = tensors[0]
-    if first is None:
-        first = next(t for t in tensors if t is not None)
+    first = tensors[0] if tensors[0] is not None else next(t for t in tensors if t is not None)
     device = first.device.index
     if first.is_cuda and device != torch.cuda.current_device():
         with torch.cuda.device(device):

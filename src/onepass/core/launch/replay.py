@@ -235,22 +235,18 @@ def replayed(function: Callable[..., Any], state: Callable[[], Any] | None = Non
         recorder = _Recorder(args)
         with recorder, recording(recorder):
             out = function(*args)
-        plan = recorder.plan(out)
-        if plan is not None:
+        if (plan := recorder.plan(out)) is not None:
             plans[key] = plan
         return out
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        first = args[0]
-        if first is None:
-            first = next((a for a in args if a is not None), None)
+        first = args[0] if args[0] is not None else next((a for a in args if a is not None), None)
         if not _on_gpu(first) or is_recording():
             # an outer recorder must see this call's launches
             return function(*args)
         key = _layouts(args) if state is None else (*_layouts(args), state())
-        plan = plans.get(key)
-        if plan is not None:
+        if (plan := plans.get(key)) is not None:
             out = plan(args)
             return function(*args) if out is NotImplemented else out
         if len(n_calls) >= _MAX_PLANS and key not in n_calls:
