@@ -42,19 +42,14 @@ def test_cautious_is_lion_pytorchs(cautious: float, cautious_decay: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "options"),
-    [
-        ("cpu", {}),
-        ("cpu", {"state_dtype": torch.bfloat16}),
-        ("cpu", {"foreach": False}),
-        ("cpu", {"foreach": False, "state_dtype": torch.bfloat16}),
+    ("device", "options"), [
+        ("cpu", {}), ("cpu", {"state_dtype": torch.bfloat16}),
+        ("cpu", {"foreach": False}), ("cpu", {"foreach": False, "state_dtype": torch.bfloat16}),
         pytest.param("cpu", {"fused": True}, marks=pytest.mark.slow),
         pytest.param("cpu", {"fused": True, "cautious_weight_decay": True}, marks=pytest.mark.slow),
-        pytest.param("cuda", {}, marks=pytest.mark.gpu),
-        pytest.param("cuda", {"state_dtype": torch.bfloat16}, marks=pytest.mark.gpu),
-    ],
-    ids=str,
-)
+        *(pytest.param("cuda", o, marks=pytest.mark.gpu) for o in ({}, {"state_dtype": torch.bfloat16})),
+    ], ids=str,
+)  # fmt: skip
 def test_bf16_with_remainder_is_fp32_bit_for_bit(device: str, options: dict[str, Any]) -> None:
     low = make_params(torch.bfloat16, COMPILED_SHAPES, device)
     # no multiple of 16 bytes
@@ -271,6 +266,12 @@ def test_bad_parameters() -> None:
             Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=dtype)
     with pytest.raises(ValueError, match="empty parameter list"):
         Lion([])
+    ones = torch.ones(2, dtype=torch.complex64)
+    for p, momentum, error in ((ones.conj(), ones, ValueError), (ones.clone(), ones.real, TypeError)):
+        optimizer = Lion([p])
+        p.grad, optimizer.state[p]["exp_avg"] = ones, momentum
+        with pytest.raises(error, match=r"lazily conjugated|all or none of them a complex dtype"):
+            optimizer.step()
 
 
 def test_a_step_is_named_in_profiles_and_runs_hooks() -> None:

@@ -180,6 +180,11 @@ def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
                 f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "
                 "moving a model, load_state_dict(state_dict()) moves the states"
             )
+    if p.is_conj() or p.is_neg() or m.is_conj() or m.is_neg():
+        raise ValueError("Lion: a parameter or its exp_avg is lazily conjugated; give p.resolve_conj().resolve_neg()")
+    if not p.is_complex() == g.is_complex() == m.is_complex():
+        kinds = f"{p.dtype}, its gradient {g.dtype} and its exp_avg {m.dtype}"
+        raise TypeError(f"Lion: a parameter is {kinds}; give all or none of them a complex dtype")
     if not p.shape == g.shape == m.shape:
         raise ValueError(
             f"Lion: a parameter has the shape {tuple(p.shape)}, its gradient {tuple(g.shape)} and its exp_avg "

@@ -17,23 +17,19 @@ BF16 = torch.bfloat16
 
 
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {}),
-    (torch.float32, {"state_dtype": "int8"}),
+    (torch.float32, {}), (torch.float32, {"state_dtype": "int8"}), (torch.float16, {"state_dtype": "int8"}),
     (BF16, {"state_dtype": "int8", "low_precision": "none"}),
     (BF16, {"state_dtype": "int8", "low_precision": "remainder"}),
-    (torch.float16, {"state_dtype": "int8"}),
-    (torch.float32, {"cautious": True}),
-    (BF16, {"cautious": 0.25, "cautious_weight_decay": True}),
+    (torch.float32, {"cautious": True}), (BF16, {"cautious": 0.25, "cautious_weight_decay": True}),
     (BF16, {"cautious": True, "state_dtype": "int8"}),
-]
+]  # fmt: skip
 # interpreted conversions to bf16 truncate
 INTERPRETED: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {"state_dtype": "int8"}),
-    (torch.float16, {"state_dtype": torch.float32}),
+    (torch.float32, {"state_dtype": "int8"}), (torch.float16, {"state_dtype": torch.float32}),
     (BF16, {"low_precision": "remainder", "state_dtype": "int8"}),
     (torch.float32, {"cautious": True, "cautious_weight_decay": True}),
     (torch.float32, {"cautious": 0.3, "state_dtype": "int8"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.interpret
@@ -220,6 +216,18 @@ def test_a_default_device_is_not_the_tables(tables: Tables) -> None:
     with torch.device("meta"):
         optimizer.step()
     assert len(tables) == 1
+
+
+def test_zero_takes_the_place_of_a_devices_rate(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that a device knows has bytes of 0, too."""
+    from onepass.optim import step as steps
+
+    monkeypatch.setattr(steps, "row_of", lambda group, row_of=steps.row_of: row_of(group)._replace(lr=group["lr"]))
+    optimizer = Lion([new()], lr=torch.tensor(0.5))
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert [torch.tensor(words[:1]).view(torch.float32)[0].item() for words, *_ in tables] == [0.5, 0.0]
 
 
 def test_an_unchanged_step_lays_out_no_numbers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,23 +114,15 @@ class Launch:
     """
 
     def __init__(
-        self,
-        where: list[int],
-        sizes: list[int],
-        groups: list[int],
-        cautious_decay: bool,
-        device: torch.device,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-        remainder: bool,
-        aligned: bool,
-        cautious: bool,
-    ) -> None:
+        self, where: list[int], sizes: list[int], groups: list[int], cautious_decay: bool, device: torch.device,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], remainder: bool, aligned: bool, cautious: bool,
+    ) -> None:  # fmt: skip
         self.device, self.dtypes, self.remainder, self.aligned = device, dtypes, remainder, aligned
         self.cautious, self.cautious_decay = cautious, cautious_decay
         self.where, self.sizes = where, sizes
         self.shape = shape_of(dtypes[2])
         self._table: Tensor | None = None
-        self._sent = b""  # hyperparameters that the table on the device has
+        self._sent: Any = None  # hyperparameters that the table on the device has, and which of them are tensors
         self._grads = array("q")
         self._fixed = b""  # all other addresses
         self._grads_moved = self._fixed_moved = True
@@ -177,8 +169,9 @@ class Launch:
         table[: len(source)].copy_(source, non_blocking=True)
         return source
 
-    def table(self, packed: bytes, capturable: bool = False) -> Tensor:
+    def table(self, rows: Rows, capturable: bool = False) -> Tensor:
         """Return the up-to-date table; `capturable` prepares memory for a later graph capture."""
+        packed, sent = rows.packed, rows[:2]
         if _capturing(self.device):
             # at every replay the graph copies this memory to a table of its own, so nothing else may write to it. The
             # `moved` flags stay set: the table of steps outside the graph still has the old addresses
@@ -192,12 +185,12 @@ class Launch:
         elif self._grads_moved:
             data = packed + self._grads.tobytes()
         else:
-            data = b"" if packed == self._sent else packed
+            data = b"" if sent == self._sent else packed
         if data:
             if self._table is None:
                 self._table = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
             self._send(self._table, data, self._pinned(len(data)))
-            self._sent, self._grads_moved, self._fixed_moved = packed, False, False
+            self._sent, self._grads_moved, self._fixed_moved = sent, False, False
         table = self._table
         assert table is not None
         while capturable and table.is_cuda and len(self._spare) < 2:
@@ -209,7 +202,7 @@ class Launch:
         """Launch the update."""
         from . import kernels
 
-        table = self.table(rows.packed, capturable)
+        table = self.table(rows, capturable)
         if rows.places:
             fields = table.view(torch.float32)
             torch._foreach_copy_(
@@ -324,7 +317,7 @@ class Plan:
         before: Tensor | None = None
         for i, launch in enumerate(self.launches):
             # each launch adds to the sum of the one before
-            table = launch.table(rows.packed)
+            table = launch.table(rows)
             kernels.launch_norm(launch, table, n_groups, before, scratch, out[i], max_norm, grad_scale)
             before = out[i, 0, 0]
         return out[-1, :, 0]
