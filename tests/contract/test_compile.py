@@ -80,3 +80,5 @@ def test_export(spec: Spec) -> None:
     assert any("onepass" in str(node.target) for node in exported.graph.nodes)
     for a, e in zip(call(exported.module(), sample), call(spec.op, sample), strict=True):
         torch.testing.assert_close(a, e)
+    trained = gradients(exported.module(), sample)  # although its arguments wanted none
+    compare_gradients(spec, trained, gradients(spec.reference, float64(sample)), torch.float32)

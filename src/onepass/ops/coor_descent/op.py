@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
 from onepass.ops._shared import arguments
 from onepass.ops._shared.declare import COUNT, MASK, ROWS, Role, declare
@@ -31,8 +32,8 @@ _call, forward, backward, forward_op, backward_op = declare(
 
 
 def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:
-    if torch._C._are_functorch_transforms_active():
-        return True
+    if torch.compiler.is_exporting() or not (torch.compiler.is_compiling() or plain(scores)):
+        return True  # a recorded program may be differentiated later
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (scores, k))
 
 
@@ -86,5 +87,4 @@ def coor_descent(
     eps_init = eps if eps_init is None else eps_init
     for name, value in (("eps", eps), ("eps_init", eps_init), ("eps_decay", eps_decay)):
         arguments.number("coor_descent", name, value, arguments.LARGEST)
-    want_trace = _wants_trace(scores, k)
-    return _call(scores, k, mask, n_iters, float(eps), float(eps_init), float(eps_decay), want_trace)  # type: ignore[no-any-return]
+    return _call(scores, k, mask, n_iters, float(eps), float(eps_init), float(eps_decay), _wants_trace(scores, k))  # type: ignore[no-any-return]

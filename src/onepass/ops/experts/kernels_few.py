@@ -83,7 +83,7 @@ def out_kernel(
         a *= linear
     else:
         a, _ = activation_parts(linear, True)
-    a *= tl.load(weight_ptr + p).to(tl.float32)
+    a = tl.where(e >= 0, a * tl.load(weight_ptr + p).to(tl.float32), 0.0)  # without an expert even NaN does not count
     tl.store(out_ptr + (p * tl.num_programs(1) + part_h) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
