@@ -129,38 +129,38 @@ def lion() -> Iterable[str]:
     yield f"`Lion(fused=True)` takes {min(ratios):.2f} to {max(ratios):.2f} times the fastest other's time"
 
 
-def own_products(cell: dict[str, Record]) -> float:
-    """What our own products, a day after the records, made of a case's time in the same run; 1: they take no part."""
-    case = cell["onepass"]["case"]
-    shape = [*list(case.values())[:5], int(case["act"] == "swiglu")]
-    lines = (ROOT / "benchmarks/results/h200/raw/experts_own.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [r for r in map(json.loads, lines) if r.get("kind") == "whole" and r["shape"] == shape]
-    own, old = ([r["us"] for r in found if (r["tree"], r["way"]) == way] for way in (("new", "own"), ("old", "")))
-    return fmean(own) / fmean(old) if own else 1.0
+COMPILED, SONIC, GRAPH = "torch, torch.compile", "sonic-moe", ", CUDA graph"
+GELU, APART, SWIGLU = (
+    by_case(r for r in records(f"h200/{file}.json")[1:] if r["case"]["act"] == act)
+    for file, act in (("experts", "gelu"), ("experts", "swiglu"), ("raw/experts_one_matrix", "swiglu"))
+)
+
+
+def by_lines(name: str) -> list[Record]:
+    lines = (ROOT / "benchmarks/results/h200/raw" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[1:]]  # the first is the header
+
+
+def in_transformers() -> str:
+    found = [r for r in by_lines("experts_transformers.jsonl") if (r["tree"], r["tokens"]) == ("joint", 8192)]
+    ms = {(r["mode"], r["impl"]): r["ms"] for r in found}
+    times = [ms[mode, impl] for mode in ("eager", "compiled") for impl in ("grouped_mm", "onepass")]
+    return "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*times)
 
 
 def experts() -> Iterable[str]:
-    """Over the products in the same run, and the least of all others; memory of a call without a graph."""
-    day, gelu = made(records("h200/raw/experts.json")[0]), ("experts", "GELU", "torch, torch.compile", "torch compiled")
-    yield f"forward and backward (CUDA graph, bf16, {day}; ours at d ≤ 512 from two runs)"
-    for file, told, rival, name in (gelu, ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE")):
-        cells = by_case(records(f"h200/raw/{file}.json")[1:])
-        graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells]
-        for us, cell in zip(graphs, cells, strict=True):
-            us["onepass"] *= own_products(cell)
-        assert {min(us.keys() - {"onepass", "products"}, key=us.__getitem__) for us in graphs} == {rival}
-        over = ([us[i] / us["products"] for us in graphs] for i in ("onepass", rival))
-        ours, best = (f"{min(x):.2f} to {max(x):.2f} times" for x in over)
-        peaks = " and ".join(f"{cells[-1][i]['peak_mib']:.0f}" for i in ("onepass", rival))
-        yield f"with {told} {ours}, {name} {best} (peak of the largest size: {peaks} MiB)"
-    eager, compiled = (recipes()[f"transformers experts, {mode}"] for mode in ("eager", "compiled"))
-    yield "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*eager, *compiled)
+    yield f"forward and backward (CUDA graph, bf16, {made(records('h200/experts.json')[0])})"
+    told = "with GELU compiled torch takes {} times our time; with SwiGLU (gate and up apart) {}, SonicMoE {} times"
+    beside = (GELU, COMPILED), (SWIGLU, COMPILED), (SWIGLU, SONIC)
+    ratios = [[cell[i + GRAPH]["us"] / cell["onepass" + GRAPH]["us"] for cell in cells] for cells, i in beside]
+    yield told.format(*(f"{min(found):.2f} to {max(found):.2f}" for found in ratios))
+    yield in_transformers()
 
 
 def budgets() -> dict[str, str]:
     """Bits, means over seeds, of families' best models, by family, seconds and what sets a model apart."""
     found: dict[str, list[Any]] = {}
-    for folder, text in (("budget", ""), ("budget_long", "long")):
+    for folder, text in (("budget", ""), ("budget_long", "long"), ("budget_709", "709")):
         for run, record in runs.load(ROOT / "benchmarks/results/h200" / folder):
             apart = [name for name in ("task", "n", "chosen", "grams") if getattr(run, name) != getattr(runs.Run, name)]
             size = f"d{run.width}" * (run.width != 256) + "e64" * (run.experts == 64) + "far" * (run.n > 32768)
@@ -175,30 +175,28 @@ def budget() -> Iterable[str]:
     yield (
         "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, routed "
         "blocks {routed60}; after 200 s {experts200e64} (64 experts) and {global200d384} (d 384); after 600 s "
-        "{experts600} and {global600d512} (d 512), on a longer text {experts600d512long} and {global600d512long} (d "
-        "512). 32 k, after 200 s: {experts200n} and {global200n}. Hidden bytes, 200 s: dense {dense200task}, experts "
-        "{experts200task}, without {global200task}."
+        "{experts600} and {global600d512} (d 512), on a longer text {experts600d384e64long} (d 384) and "
+        "{global600d512long} (d 512). 32 k, after 200 s: {experts200n} and {global200n}. Hidden bytes, 200 s: dense "
+        "{dense200task}, experts {experts200task}, without {global200task}."
     ).format(**budgets())
 
 
 def evidence() -> Iterable[str]:
     for told in (
-        "windows alone {windows60}, {windows200}, {windows600}, routed blocks {routed60}, {routed200}, {routed600}.",
-        "128 keys: {global60nchosen}, {global200nchosen}, with experts¹ {experts60nchosen}, {experts200nchosen}.",
-        "{global60d512b6} | {global200d512} | {global600d512long} (8 blocks: {global600d512b8long}) |",
-        "{experts60d384} | {experts200d384} | {experts600d384long} (64: {experts600d384e64long}) |",
-        "experts¹ reached {experts600}, without {global600}, d 512 without {global600d512}.", "**{experts200e64}** | |",
+        "16 experts {experts600d512709}, d 384 with 64 {experts600d384e64709}, d 256 with 32 {experts600709},",
+        "keys: {global60nchosen}, {global200nchosen}, with experts¹ {experts60nchosen}, {experts200nchosen}.",
+        "alone {windows60}, {windows200}, {windows600}, routed blocks {routed60}, {routed200}, {routed600}.",
+        "{routed60n}, {routed200n}, {routed600nlong}; dense {dense60n}, {dense200n}, {dense600nlong}.",
+        "experts¹ reached {experts600}, without {global600}, d 512 without {global600d512}.",
         "one global block and windows of 256 {global60n}, {global200n}, {global600nlong};",
-        "alone {windows60nfar}, chosen keys {global60nchosenfar}, global {global60nfar}.",
-        "{experts200d512} | **{experts600d512long}** (64: {experts600d512e64long}) |", "{global60} | {global200} | |",
-        "reach {global60grams} after 60 s, with experts¹ {experts60grams}.",
-        "routed {routed60n}, {routed200n}; dense {dense60n}, {dense200n}.",
-        "{dense60task}, experts {experts60task}, without {global60task}",
-        "{global60d384b6} | {global200d384} | {global600d384long} |", "¹: {experts200e64b6}, of 32: {experts200b6})",
-        "512 alone {windows60n}, {windows200n}, {windows600nlong};",
-        "200 s {dense200task}, {experts200task}, {global200task}.",
-        "{experts60n}¹, {experts200n}¹, **{experts600nlong}**;", "reach {dense60}, {dense200} and (183 MB) {dense600},",
-        "{experts60}** | {experts200}¹ | {experts600long}¹ |",
+        "alone {windows60nfar}, chosen keys {global60nchosenfar}, global {global60nfar}.", "| {global60} | {global200}",
+        "| {experts60e64} | **{experts200e64}** | {experts600e64long}² |", "| {experts60d384} | {experts200d384} | |",
+        "{dense60task}, experts {experts60task}, without {global60task}", "| {global60d384b6} | {global200d384} | |",
+        "| {global60d512b6} | {global200d512} | {global600d512long}² |", "{experts200d512}¹ | {experts600d512long}² |",
+        "{global60grams} after 60 s, with experts¹ {experts60grams}.", "{dense60}, {dense200} and (183 MB) {dense600}",
+        "200 s {dense200task}, {experts200task}, {global200task}.", "{windows60n}, {windows200n}, {windows600nlong};",
+        "{experts60n}¹, {experts200n}¹, **{experts600nlong}**;", "¹: {experts200e64b6}, of 32: {experts200b6})",
+        "| **{experts60}** | {experts200}¹", "**{experts600d384e64long}**²", "without {global600d512709}.",
     ):  # fmt: skip
         yield told.format(**budgets())
 
@@ -239,21 +237,23 @@ def choices() -> Iterable[str]:
         yield f"| {library} |" + "|".join(" {:.1f}, {:.1f} ".format(*ms) if ms else " " for ms in ways) + "|"
 
 
-def other_experts() -> Iterable[str]:
-    """Where SonicMoE does not run; torchtitan's layer, transformers' blocks."""
-    found = by_case(r for r in records("h200/experts.json")[1:] if r["case"]["act"] == "swiglu")
-    ways = "torch, torch.compile, CUDA graph", "onepass, CUDA graph"
-    ratios = [us[ways[0]]["us"] / us[ways[1]]["us"] / own_products(us) for us in found]
-    yield f"compiled torch takes {min(ratios):.2f} to {max(ratios):.2f} times our time with SwiGLU in a graph"
-    yield f"`fused_moe` {found[-1]['liger']['us'] / found[-1]['onepass']['us']:.2f} times in the last row, eager"
-    for of in ("torchtitan", "transformers"):
-        eager, compiled = (recipes()[f"{of} experts, {mode}"] for mode in ("eager", "compiled"))
-        yield "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*eager, *compiled)
+def expert_table() -> Iterable[str]:
+    for gelu, gated in zip(GELU, SWIGLU, strict=True):
+        ways = (gelu, "onepass"), (gelu, COMPILED), (gated, "onepass"), (gated, COMPILED), (gated, SONIC)
+        yield " | ".join(f"{cell[impl + GRAPH]['us']:.0f}" for cell, impl in ways)
+    ours = [r["peak_mib"] for r in by_lines("experts_gate.jsonl") if r["joint"] and r["shape"][1:3] == [2048, 128]]
+    largest = GELU[-1]["onepass"], GELU[-1][COMPILED], APART[-1][COMPILED], APART[-1][SONIC]
+    mib = [r["peak_mib"] - r["kept_mib"] for r in largest]  # above the weights, of which SonicMoE had copies
+    told = "GELU {:.0f} MiB, torch compiled {:.0f}; with SwiGLU {}, torch compiled {:.0f}, SonicMoE {:.0f}"
+    yield told.format(*mib[:2], ours[0], *mib[2:])
+    yield "first row takes {:.1f} ms, ours {:.1f}".format(*(APART[0][i]["us"] / 1e3 for i in (SONIC, "onepass")))
+    yield f"`fused_moe` takes {SWIGLU[-1]['liger']['us'] / SWIGLU[-1]['onepass']['us']:.2f} times our time in the last"
+    yield in_transformers()
 
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, selection, lion, experts, budget], "docs/start.md": [states], "docs/scale.md": [processes],
-    "docs/performance.md": [speed], "docs/topk.md": [choices], "docs/experts.md": [other_experts],
+    "docs/performance.md": [speed], "docs/topk.md": [choices], "docs/experts.md": [expert_table],
     "docs/evidence.md": [evidence],
 }  # fmt: skip
 

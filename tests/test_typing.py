@@ -51,7 +51,7 @@ def functions(some: Tensor | None) -> None:
     onepass.qk_norm_rope(x, x)  # wrong
     assert_type(onepass.weighted_sum(x, x), Tensor)
     assert_type(onepass.expert_order(x, 2), tuple[Tensor, Tensor, Tensor])
-    assert_type(onepass.experts(x, x, x, x, x, activation="swiglu", gate=some), Tensor)
+    assert_type(onepass.experts(x, x, x, x, x, activation="swiglu"), Tensor)
     assert_type(onepass.soft_topk(x, 2), Tensor)
     assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
     with onepass.swap(linear, include="layers.*", exclude=["a", "b"], strict=True, dry_run=True) as report:

@@ -25,7 +25,7 @@ RIVALS = {"liger_kernel": "liger-kernel", "transformers": "transformers", "sonic
 
 
 class Inputs(NamedTuple):
-    """Inputs of a case; matrices are up, down and, for SwiGLU, gate."""
+    """Inputs of a case; matrices are up, which for SwiGLU has the gate's columns first, and down."""
 
     x: Tensor
     indices: Tensor
@@ -45,9 +45,14 @@ class Layer(NamedTuple):
 def _inputs(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: str) -> Inputs:
     new = partial(torch.randn, device=device, dtype=torch.bfloat16)
     weights, indices = torch.randn(tokens, n, device=device).sigmoid().topk(k)
-    shapes = [(n, dim, hidden), (n, hidden, dim), (n, dim, hidden)][: 3 if act == "swiglu" else 2]
+    shapes = (n, dim, hidden * (1 + (act == "swiglu"))), (n, hidden, dim)
     matrices = tuple(new(*shape).mul_(shape[1] ** -0.5) for shape in shapes)
     return Inputs(new(tokens, dim), indices, weights / weights.sum(1, keepdim=True), matrices, new(tokens, dim))
+
+
+def _activated(h: Tensor, down: Tensor) -> Tensor:
+    gate, *linear = h.split(down.shape[-2], 1)  # type: ignore[no-untyped-call]
+    return F.silu(gate) * linear[0] if linear else F.gelu(gate, approximate="tanh")
 
 
 def _defined(g: Inputs) -> list[Tensor]:
@@ -57,9 +62,7 @@ def _defined(g: Inputs) -> list[Tensor]:
     for e in range(len(g.matrices[0])):
         t, j = (g.indices == e).nonzero(as_tuple=True)
         leaves = [p.double().requires_grad_() for p in (g.x[t], g.weights[t, j], *(m[e] for m in g.matrices))]
-        h = leaves[0] @ leaves[2]
-        a = F.gelu(h, approximate="tanh") if len(leaves) == 4 else F.silu(leaves[0] @ leaves[4]) * h
-        out = leaves[1][:, None] * (a @ leaves[3])
+        out = leaves[1][:, None] * (_activated(leaves[0] @ leaves[2], leaves[3]) @ leaves[3])
         grads = torch.autograd.grad(out, leaves, g.dy[t].double())
         y.index_add_(0, t, out.detach())
         dx.index_add_(0, t, grads[0])
@@ -86,8 +89,10 @@ def _both_passes(g: Inputs, make: Callable[[Inputs], Layer], compiled: bool = Fa
 
 
 def _ours(g: Inputs) -> Layer:
-    def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
-        return experts(x, g.indices, weights, up, down, activation="gelu" if gate is None else "swiglu", gate=gate)
+    activation = "gelu" if g.matrices[0].shape[2] == g.matrices[1].shape[1] else "swiglu"
+
+    def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return experts(x, g.indices, weights, up, down, activation=activation)
 
     return Layer(forward, g.matrices)
 
@@ -121,11 +126,10 @@ def _order(indices: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _torch(g: Inputs) -> Layer:
-    def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
         order, places, ends = _order(g.indices, len(up))
         rows = _Move.apply(x, order, places, True)  # type: ignore[no-untyped-call]
-        h = F.grouped_mm(rows, up, offs=ends)
-        a = F.gelu(h, approximate="tanh") if gate is None else F.silu(F.grouped_mm(rows, gate, offs=ends)) * h
+        a = _activated(F.grouped_mm(rows, up, offs=ends), down)
         a = a * weights.flatten()[order].to(a.dtype)[:, None]
         return _Move.apply(F.grouped_mm(a, down, offs=ends), order, places, False)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -134,20 +138,16 @@ def _torch(g: Inputs) -> Layer:
 
 def _products(g: Inputs) -> Callable[[], Any]:
     """The products of both passes alone."""
-    up, down, *gate = g.matrices
-    order, places, ends = _order(g.indices, len(up))
+    order, places, ends = _order(g.indices, len(g.matrices[0]))
     rows, dy = (_moved(t, order, places, True) for t in (g.x, g.dy))
-    h = rows.new_empty(len(rows), up.shape[2]).normal_()
+    h, a = (rows.new_empty(len(rows), width).normal_() for width in (g.matrices[0].shape[2], g.matrices[1].shape[1]))
     mm = partial(F.grouped_mm, offs=ends)
 
     def call() -> tuple[()]:
-        for m in (up, *gate):
-            mm(rows, m)
-            mm(h, m.mT)
-            mm(rows.mT, h)
-        mm(h, down)
-        mm(dy, down.mT)
-        mm(h.mT, dy)
+        for m, x, y in zip(g.matrices, (rows, a), (h, dy), strict=True):
+            mm(x, m)
+            mm(y, m.mT)
+            mm(x.mT, y)
         return ()
 
     return call
@@ -156,21 +156,18 @@ def _products(g: Inputs) -> Callable[[], Any]:
 def _transformers(g: Inputs) -> Layer:
     from transformers.integrations.moe import use_experts_implementation
 
-    up, down, *gate = g.matrices
+    up, down = g.matrices
+    gated = up.shape[2] > down.shape[1]
     block: Any = use_experts_implementation(type("Experts", (nn.Module,), {
         "__init__": lambda self, config: nn.Module.__init__(self), "forward": None,
-    }), has_gate=bool(gate), is_transposed=True)(SimpleNamespace(_experts_implementation="grouped_mm"))  # fmt: skip
-    block.num_experts, block.act_fn = len(up), F.silu if gate else partial(F.gelu, approximate="tanh")
+    }), has_gate=gated, is_transposed=True)(SimpleNamespace(_experts_implementation="grouped_mm"))  # fmt: skip
+    block.num_experts, block.act_fn = len(up), F.silu if gated else partial(F.gelu, approximate="tanh")
 
     def forward(x: Tensor, weights: Tensor, first: Tensor, down: Tensor) -> Tensor:
         block.gate_up_proj, block.up_proj, block.down_proj = first, first, down
         return block(x, g.indices, weights)  # type: ignore[no-any-return]
 
-    def plain(first: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        d_gate, d_up = first.chunk(2, -1)
-        return d_up, down, d_gate
-
-    return Layer(forward, (torch.cat((*gate, up), -1), down), *([plain] if gate else []))
+    return Layer(forward, g.matrices)
 
 
 def _side_by_side(kernels: Any) -> None:
@@ -197,16 +194,14 @@ def _liger(g: Inputs) -> Layer:
     from liger_kernel.ops import fused_moe, fused_moe_kernels
 
     _side_by_side(fused_moe_kernels)
-    (up, down, gate), indices = g.matrices, g.indices.int()
+    indices = g.indices.int()
 
     def forward(x: Tensor, weights: Tensor, first: Tensor, down: Tensor) -> Tensor:
         return fused_moe.LigerFusedMoEFunction.apply(x, first, down, indices, weights)  # type: ignore[no-any-return]
 
-    def plain(first: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        gate, up = first.chunk(2, 1)
-        return up.mT, down.mT, gate.mT
-
-    return Layer(forward, (torch.cat((gate, up), -1).mT.contiguous(), down.mT.contiguous()), plain)
+    return Layer(
+        forward, tuple(m.mT.contiguous() for m in g.matrices), lambda *gradients: tuple(d.mT for d in gradients)
+    )
 
 
 def _sonic(g: Inputs) -> Layer:
@@ -215,7 +210,7 @@ def _sonic(g: Inputs) -> Layer:
 
     # choices of an earlier process were timed beside others
     os.environ |= {"QUACK_FORCE_CACHE_UPDATE": "1", "QUACK_COMPILE_WORKERS": "16"}
-    up, down, gate = g.matrices
+    up, down = g.matrices
     (tokens, k), n = g.indices.shape, len(up)
     indices, swiglu = g.indices.int(), sonic.ActivationType.SWIGLU
 
@@ -229,9 +224,9 @@ def _sonic(g: Inputs) -> Layer:
         return sonic._DownProjection.apply(a, h, down.permute(1, 2, 0), None, weights, ends, tokens, k, *rest)  # type: ignore[no-any-return]
 
     def plain(first: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        return first[:, 1::2].mT, down.mT, first[:, 0::2].mT
+        return torch.cat((first[:, 0::2].mT, first[:, 1::2].mT), -1), down.mT
 
-    first = torch.stack((gate.mT, up.mT), 2).flatten(1, 2)
+    first = torch.stack(up.mT.chunk(2, 1), 2).flatten(1, 2)
     return Layer(forward, (first, down.mT.contiguous()), plain)
 
 

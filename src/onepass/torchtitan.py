@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, cat
 from torch.distributed.tensor import DTensor
 
 from onepass.ops.experts.op import experts as _experts
@@ -54,9 +54,9 @@ class RoutedExperts(moe.RoutedExperts):
         own = self.inner_experts
         local = (w.to_local() if isinstance(w, DTensor) else w for w in (own.w1_EFD, own.w3_EFD, own.w2_EDF))
         # products in bf16, as torchtitan's
-        gate, up, down = (w.bfloat16().mT for w in local)
+        gate, up, down = (w.bfloat16() for w in local)
         chosen = expert_ids.flatten(0, 1), scores.flatten(0, 1)
-        y = _experts(x.flatten(0, 1).bfloat16(), *chosen, up, down, activation="swiglu", gate=gate)
+        y = _experts(x.flatten(0, 1).bfloat16(), *chosen, cat((gate, up), 1).mT, down.mT, activation="swiglu")
         return y.type_as(x).view_as(x)
 
 

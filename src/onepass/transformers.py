@@ -4,7 +4,7 @@
 
     model.set_experts_implementation("onepass")   # or from_pretrained(…, experts_implementation="onepass")
 
-The weights stay where they are: the operator reads views of them. Written for transformers 5.17 to 5.24.
+The weights stay where they are. Written for transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if any(refused.values()):
         what = ", ".join(name for name, there in refused.items() if there)
         raise ValueError(f'{type(self).__name__} has {what}; use set_experts_implementation("grouped_mm")')
-    matrices = (*self.gate_up_proj.chunk(2, -1 if self.is_transposed else 1), self.down_proj)
-    gate, up, down = matrices if self.is_transposed else (m.mT for m in matrices)
-    return experts(hidden_states, top_k_index, top_k_weights, up, down, activation="swiglu", gate=gate)
+    matrices = self.gate_up_proj, self.down_proj
+    up, down = matrices if self.is_transposed else (m.mT for m in matrices)
+    return experts(hidden_states, top_k_index, top_k_weights, up, down, activation="swiglu")
 
 
 ExpertsInterface.register("onepass", experts_forward)

@@ -78,7 +78,7 @@ class Experts(nn.Module):
         num_experts: how many experts there are.
         top_k: how many a token takes.
         hidden_dim: hidden width of one expert; default 4·dim // top_k, the multiplications of a dense feed-forward.
-        activation: ``"gelu"`` (by tanh), or ``"swiglu"``: ``silu(u·gate) ⊙ (u·up)``.
+        activation: ``"gelu"`` (by tanh), or ``"swiglu"``: ``silu(u·gate) ⊙ (u·up)``, with both in ``layer.up``.
         shared_dim: hidden width of a feed-forward for all tokens; 0: none.
         score_func: ``"sigmoid"`` or ``"softmax"``.
         norm_topk: divide the weights of a token by their sum.
@@ -135,8 +135,9 @@ class Experts(nn.Module):
         self.activation, self.score_func, self.norm_topk = activation, score_func, norm_topk
         self.balance_rate = float(balance_rate)
         factory: Any = {"device": device, "dtype": dtype}
-        self.up = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **factory))
-        self.gate = nn.Parameter(torch.empty_like(self.up)) if activation == "swiglu" else None
+        # one matrix for gate and up: fewer bytes than two
+        columns = hidden_dim * (2 if activation == "swiglu" else 1)
+        self.up = nn.Parameter(torch.empty(num_experts, dim, columns, **factory))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **factory))
         for name, stays in (("expert_bias", True), ("tokens_per_expert", False)):
             self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=stays)
@@ -147,10 +148,9 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the experts as `torch.nn.Linear` does, and set bias and counts to 0."""
-        for weight in (self.up, self.gate, self.down):
-            if weight is not None:
-                bound = 1 / math.sqrt(weight.shape[1])
-                nn.init.uniform_(weight, -bound, bound)
+        for weight in (self.up, self.down):
+            bound = 1 / math.sqrt(weight.shape[1])
+            nn.init.uniform_(weight, -bound, bound)
         nn.init.zeros_(self.expert_bias)
         nn.init.zeros_(self.tokens_per_expert)
 
@@ -163,8 +163,11 @@ class Experts(nn.Module):
                 self._buffers[name] = t.to(new.device)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # has no counts: to_empty leaves any bits there, assign=True no tensor
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if (gate := state.pop(f"{prefix}gate", None)) is not None:  # written when it was a parameter of its own
+            state[f"{prefix}up"] = torch.cat((gate, state[f"{prefix}up"]), -1)
+        super()._load_from_state_dict(state, prefix, *args)
+        # no counts are in it: to_empty leaves any bits there, assign=True no tensor
         counts, bias = self.tokens_per_expert, self.expert_bias.float()  # assign=True takes any dtype
         self.expert_bias, self.tokens_per_expert = bias, torch.zeros_like(bias) if counts.is_meta else counts.zero_()
 
@@ -182,10 +185,10 @@ class Experts(nn.Module):
             check.same_device("Experts", "mask", mask, "x", x)
             # 0·NaN is NaN in a weight's gradient
             x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
-        matrices: list[Any] = [self.up, self.down, self.gate]
+        matrices: list[Tensor] = [self.up, self.down]
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            matrices = [None if t is None else t.to(dtype) for t in matrices]
+            matrices = [t.to(dtype) for t in matrices]
             # the norm writes what the products read
             fused = as_written([self.norm], [RMSNorm])
             u = rms_norm(x, self.norm.weight, eps=self.norm.eps, out_dtype=dtype) if fused else self.norm(x).to(dtype)
@@ -201,7 +204,7 @@ class Experts(nn.Module):
             weights, indices, counts = definition.choose(logits, *options)
         if self.training and not torch._C._are_functorch_transforms_active():
             _local(self.tokens_per_expert).add_(_local(counts))
-        y = experts(u, indices, weights, *matrices[:2], activation=self.activation, gate=matrices[2])
+        y = experts(u, indices, weights, *matrices, activation=self.activation)
         if self.shared is not None:
             y = y + (self.shared(u) if mask is None else self.shared(u) * mask[:, None])
         y = y.to(x.dtype).view(x.shape)

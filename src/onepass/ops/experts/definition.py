@@ -19,15 +19,18 @@ def expert_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def experts(
-    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "gelu",
-    gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "gelu"
+) -> Tensor:
     """Return Σ_j weights[t, j] · act(x[t] · up[e]) · down[e] with e = indices[t, j]."""
     y = torch.zeros_like(x)
     for e in range(len(up)):
         t, j = (indices == e).nonzero(as_tuple=True)
         h = x[t] @ up[e]
-        a = F.gelu(h, approximate="tanh") if gate is None else F.silu(x[t] @ gate[e]) * h
+        if activation == "gelu":
+            a = F.gelu(h, approximate="tanh")
+        else:
+            gate, linear = h.chunk(2, 1)
+            a = F.silu(gate) * linear
         y = y.index_add(0, t, (weights[t, j, None] * a) @ down[e])
     return y
 

@@ -35,10 +35,10 @@ def hidden_kernel(
     x_ptr,  # (tokens, D), contiguous
     id_ptr,  # (n,) int32 or int64, n = tokens·K
     up_ptr,  # (n_experts, D, H), unit column stride; other strides as `load_tile` has them
-    gate_ptr,  # the same; None: GELU
+    gate_ptr,  # likewise; None: GELU
     part_ptr,  # (parts of D, n, H) fp32; for the gate as many again
-    n, n_experts, expert_stride, row_stride, gate_expert_stride, gate_row_stride, K: tl.constexpr, D: tl.constexpr,
-    H: tl.constexpr, VEC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+    n, n_experts, expert_stride, row_stride, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write x[p // K] · up[e], and for the gate, over some of the columns of x."""
     p, part = tl.program_id(2), tl.program_id(1)
@@ -49,7 +49,7 @@ def hidden_kernel(
     at = part_ptr + (part * n + p) * H + h
     tl.store(at, tl.sum(x * up, 0), mask=h < H)
     if gate_ptr is not None:
-        gate = load_tile(gate_ptr, e, gate_expert_stride, d, gate_row_stride, h, D, H, VEC)
+        gate = load_tile(gate_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
         tl.store(at + tl.num_programs(1) * n * H, tl.sum(x * gate, 0), mask=h < H)
 
 
@@ -87,33 +87,33 @@ def out_kernel(
     tl.store(out_ptr + (p * tl.num_programs(1) + part_h) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
-def takes(choices: int, *matrices: Tensor) -> bool:
+def takes(choices: int, up: Tensor, down: Tensor) -> bool:
     """Return whether these kernels are faster than grouped products for so many choices, and find a matrix's rows."""
-    n_experts, dim, hidden = matrices[0].shape
-    size = len(matrices) * dim * hidden * matrices[0].element_size()
-    within = all(m.stride(2) == 1 and m.shape[1] * m.stride(1) < 2**31 for m in matrices)
-    return within and 0 < choices <= min(MOST, max(n_experts, MOST_BYTES // max(1, size)))
+    size = (up.shape[2] + down.shape[1]) * down.shape[2] * up.element_size()
+    within = all(m.stride(2) == 1 and m.shape[1] * m.stride(1) < 2**31 for m in (up, down))
+    return within and 0 < choices <= min(MOST, max(len(up), MOST_BYTES // max(1, size)))
 
 
 @replayed
-def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
+def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Return y (T, d) of tokens x; all tensors contiguous but for the experts' and rows' strides of the matrices."""
-    (tokens, k), (n_experts, dim, hidden) = ids.shape, up.shape
+    (tokens, k), (n_experts, hidden, dim), gated = ids.shape, down.shape, up.shape[2] > down.shape[1]
     n, parts_d, parts_h, wide = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP), ROW_BYTES // up.element_size()
     y = torch.empty_like(x)
-    parts = torch.empty((1 if gate is None else 2, parts_d, n, hidden), dtype=torch.float32, device=x.device)
+    parts = torch.empty((1 + gated, parts_d, n, hidden), dtype=torch.float32, device=x.device)
     outs = torch.empty((n, parts_h, dim), dtype=torch.float32, device=x.device)
-    strides = [s for m in (up, down, *([] if gate is None else [gate])) for s in m.stride()[:2]]
+    strides = (*up.stride()[:2], *down.stride()[:2])
     vec = 1 if any(s % 8 for s in strides) else 8
-    up_strides, down_strides, gate_strides = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
+    strides = [s // vec for s in strides]
+    matrices = (up[..., hidden:], up) if gated else (up, None)
     launch(
-        hidden_kernel, (cdiv(hidden, wide), parts_d, n), (x, ids, up, gate, parts),
-        (n, n_experts, *up_strides, *gate_strides), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
+        hidden_kernel, (cdiv(hidden, wide), parts_d, n), (x, ids, *matrices, parts), (n, n_experts, *strides[:2]),
+        (k, dim, hidden, vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
     launch(
         out_kernel, (cdiv(dim, wide), parts_h, n), (parts, ids, weights, down, outs),
-        (n, n_experts, *down_strides, parts_d),
-        (gate is not None, dim, hidden, next_power_of_2(parts_d), vec, DEEP, wide), num_warps=4,
+        (n, n_experts, *strides[2:], parts_d),
+        (gated, dim, hidden, next_power_of_2(parts_d), vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
     add_vector_partials(outs[None], y, None, k * parts_h, tokens)
     return y

@@ -30,20 +30,19 @@ def rows_kernel(
     b_ptr,  # (n_experts, D, M), any strides
     end_ptr,  # (n_experts,) int32
     row_ptr,  # (n,) int32: a row's choice; None: not needed
-    out_ptr,  # (n, M): a · b; with d_weight_ptr the gradient of h, which a · b is before activation and weight
-    h_ptr,  # (n, M) hidden units before the activation, the gate's where there is one; None: a · b, or not needed
-    linear_ptr,  # (n, M) the linear part, in the forward pass out_ptr; None: GELU of h alone
+    out_ptr,  # (n, M), rows of H_ROW: a · b; with d_weight_ptr the gradient of h, may be h
+    h_ptr,  # likewise: hidden units before the activation, or the gate's; None: a · b, or not needed
     weight_ptr,  # (n,) weights of the choices
-    unit_ptr,  # (n, M) weighted hidden units, may be h_ptr; None: the product is all
-    d_linear_ptr,  # (n, M), may be linear_ptr
+    unit_ptr,  # (n, M) weighted hidden units; None: the product is all
     d_weight_ptr,  # (tiles of M, n) fp32: parts of the gradient of the weights; None: forward
     n, n_experts, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, A_ROW: tl.constexpr, B_EXPERT: tl.constexpr,
     B_ROW: tl.constexpr, B_COL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, H_ROW: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """out[p] = a[p] · b[expert of p], and what follows from it; each expert's rows have tiles of their own.
 
-    Neighbouring programs read the same rows; strides are constants, from which Triton proves how rows are aligned.
+    GATED: M columns behind those of h, and of out in the backward pass, are the linear part's. Neighbouring programs
+    read the same rows; strides are constants, from which Triton proves how rows are aligned.
     """
     dtype = out_ptr.dtype.element_ty
     PARTS: tl.constexpr = (M + BLOCK_C - 1) // BLOCK_C
@@ -84,28 +83,29 @@ def rows_kernel(
             w = tl.load(weight_ptr + row).to(tl.float32)[:, None] if unit_ptr is not None else 1.0
             for i in tl.static_range(len(halves)):
                 cols = part * BLOCK_C + i * WIDE + tl.arange(0, WIDE)
-                at, mask = (p.to(tl.int64) * M)[:, None] + cols[None, :], (p < end)[:, None] & (cols < M)[None, :]
+                at, mask = (p.to(tl.int64) * H_ROW)[:, None] + cols[None, :], (p < end)[:, None] & (cols < M)[None, :]
                 out = halves[i]
                 if d_weight_ptr is None:
                     tl.store(out_ptr + at, out.to(dtype), mask=mask)
                     out = out.to(dtype).to(tl.float32)
                 if unit_ptr is not None:
                     h = out if h_ptr is None else tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                    units, slope = activation_parts(h, linear_ptr is None)
-                    if linear_ptr is not None:
+                    units, slope = activation_parts(h, not GATED)
+                    if GATED:
                         linear = out
                         if d_weight_ptr is not None:
-                            linear = tl.load(linear_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                            linear = tl.load(h_ptr + M + at, mask=mask, other=0.0).to(tl.float32)
                         d_linear = out * units * w
                         units, slope = units * linear, slope * linear
                     if d_weight_ptr is not None:
                         dot += tl.sum(out * units, 1)
-                        # other threads may overwrite h and the linear part than those that read them
+                        # other threads may overwrite h than those that read it
                         tl.debug_barrier()
-                        if linear_ptr is not None:
-                            tl.store(d_linear_ptr + at, d_linear.to(dtype), mask=mask)
+                        if GATED:
+                            tl.store(out_ptr + M + at, d_linear.to(dtype), mask=mask)
                         tl.store(out_ptr + at, (out * slope * w).to(dtype), mask=mask)
-                    tl.store(unit_ptr + at, (units * w).to(dtype), mask=mask)
+                    unit_at = (p.to(tl.int64) * M)[:, None] + cols[None, :]
+                    tl.store(unit_ptr + unit_at, (units * w).to(dtype), mask=mask)
         if d_weight_ptr is not None:
             # 0 for choices of no expert
             tl.store(d_weight_ptr + part.to(tl.int64) * n + row, dot, mask=p < end)
@@ -152,13 +152,14 @@ def _waits_and_shares(x: Tensor) -> tuple[bool, bool]:
     return _gpu(x.device.index) if x.is_cuda else (True, True)
 
 
-def takes(x: Tensor, up: Tensor, *others: Tensor | None) -> bool:
+def takes(x: Tensor, *matrices: Tensor) -> bool:
     """Return whether these products compute the experts' layer, not torch's with `kernels_rows` around them."""
     torch_waits, shares_much = _waits_and_shares(x)
-    if torch_waits or x.dtype != torch.bfloat16 or (shares_much and up.shape[1] * up.shape[2] <= MOST):
+    few_elements = matrices[-1].shape[1] * matrices[-1].shape[2] <= MOST
+    if torch_waits or x.dtype != torch.bfloat16 or (shares_much and few_elements):
         return True
     # torch takes matrices that lie row by row or column by column, in rows of whole 16 bytes
-    by_row = [m if m.stride(2) == 1 else m.mT for m in (up, *others) if m is not None]
+    by_row = [m if m.stride(2) == 1 else m.mT for m in matrices]
     fit = (m.stride(2) == 1 and m.stride(1) >= m.shape[2] and m.stride(0) > 0 for m in by_row)
     return not all(fit) or any(m.data_ptr() % 16 or m.stride(0) % 8 or m.stride(1) % 8 for m in by_row)
 
@@ -181,13 +182,13 @@ def _rows_tile(x: Tensor, m: int, follows: str = "", gated: bool = False) -> tup
 
 def _rows(
     tile: tuple[int, int, int, int, int, bool], a: Tensor, k: int, b: Tensor, ends: Tensor, rows: Tensor | None,
-    out: Tensor, *others: Tensor | None,
+    out: Tensor, *others: Tensor | None, gated: bool = False,
 ) -> None:  # fmt: skip
     """Launch `rows_kernel`; the last tensors that are None may be left out."""
     (experts, d, m), n, (block_r, block_c, block_d, warps, stages, split) = b.shape, len(out), tile
     programs, width = (n // block_r + experts + 1) * cdiv(m, block_c), next_power_of_2(experts + 1)
-    tensors = (a, b, ends, rows, out, *others, *(None,) * (6 - len(others)))
-    constants = (k, d, m, a.stride(0), *b.stride(), width, block_r, block_c, block_d, split)
+    tensors = (a, b, ends, rows, out, *others, *(None,) * (4 - len(others)))
+    constants = (k, d, m, a.stride(0), *b.stride(), width, block_r, block_c, block_d, split, out.stride(0), gated)
     launch(rows_kernel, (programs, 1, 1), tensors, (n, experts), constants, num_warps=warps, num_stages=stages)
 
 
@@ -201,34 +202,40 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @replayed
 def hidden(
-    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
-    x, k, m = spread(x, places), places.shape[1], up.shape[2]
-    h, units = (torch.empty((len(rows), m), dtype=x.dtype, device=x.device) for _ in range(2))
-    linear, tile = None, _rows_tile(x, m, "forward")
-    if gate is None:
-        _rows(tile, x, k, up, ends, rows, h, None, None, weights, units)
-    else:
-        linear = torch.empty_like(h)
-        _rows(_rows_tile(x, m), x, k, gate, ends, rows, h)
-        _rows(tile, x, k, up, ends, rows, linear, h, linear, weights, units)
-    return h, linear, units
+    x: Tensor, up: Tensor, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return what the activation takes, and the weighted hidden units (N, width)."""
+    x, k, gated = spread(x, places), places.shape[1], up.shape[2] > width
+    h, units = (torch.empty((len(rows), m), dtype=x.dtype, device=x.device) for m in (up.shape[2], width))
+    out = h
+    if gated:
+        gate, up, out = up[..., :width], up[..., width:], h[:, width:]
+        _rows(_rows_tile(x, width), x, k, gate, ends, rows, h)
+    _rows(_rows_tile(x, width, "forward"), x, k, up, ends, rows, out, h if gated else None, weights, units, gated=gated)
+    return h, units
+
+
+def hidden_backward(
+    dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of h, which is h with `spare`, the weighted hidden units and the gradient of the weights."""
+    dh, units, d_weights = _hidden_backward(dy, down, h, weights, rows, ends, spare)
+    return h if dh is None else dh, units, d_weights
 
 
 @replayed
-def hidden_backward(
-    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return h's gradient, and what `kernels_rows.activate_backward` does, with `spare` too."""
-    dh, d_weights = torch.empty_like(h), torch.empty_like(weights)
-    tile = _rows_tile(dy, h.shape[1], "backward", linear is not None)
-    units, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
-    parts = torch.empty((cdiv(h.shape[1], tile[1]), len(h)), dtype=torch.float32, device=h.device)
-    outputs = (h, linear) if spare else (units, d_linear)
-    _rows(tile, dy, weights.shape[1], down.mT, ends, rows, dh, h, linear, weights, *outputs, parts)
+def _hidden_backward(
+    dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    width, dh, d_weights = down.shape[1], None if spare else torch.empty_like(h), torch.empty_like(weights)
+    gated = h.shape[1] > width
+    tile = _rows_tile(dy, width, "backward", gated)
+    units = torch.empty((len(h), width), dtype=h.dtype, device=h.device)
+    parts = torch.empty((cdiv(width, tile[1]), len(h)), dtype=torch.float32, device=h.device)
+    outputs = h if dh is None else dh, h, weights, units, parts
+    _rows(tile, dy, weights.shape[1], down.mT, ends, rows, *outputs, gated=gated)
     add_partials(parts, d_weights, 1)
-    return dh, units, d_linear, d_weights
+    return dh, units, d_weights
 
 
 @replayed

@@ -17,7 +17,7 @@ from torch import Tensor
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
 # integers for whose values no kernel of this folder is compiled anew
-INTS = ["n", "n_chunks", "n_experts", "n_parts", "row_stride", "expert_stride", "gate_row_stride", "gate_expert_stride"]
+INTS = ["n", "n_chunks", "n_experts", "n_parts", "row_stride", "expert_stride"]
 # elements of a tile, and choices of a chunk
 TILE, CHUNK = 2048, 128
 
@@ -125,7 +125,6 @@ def spread_kernel(
 @triton.jit(do_not_specialize=INTS)
 def gather_sum_kernel(
     row_ptr,  # (n·K, D), contiguous
-    more_ptr,  # the same, added; None: nothing is
     place_ptr,  # (n, K) int32
     end_ptr,  # (n_experts,) int32
     y_ptr,  # (n, D), contiguous
@@ -140,10 +139,7 @@ def gather_sum_kernel(
         for j in tl.static_range(K):
             row = tl.load(place_ptr + t * K + j, mask=t < n, other=0).to(tl.int64)
             mask = ((t < n) & (row < real))[:, None] & (cols < D)
-            at = (row * D)[:, None] + cols
-            total += tl.load(row_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            if more_ptr is not None:
-                total += tl.load(more_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(row_ptr + (row * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
         y = total.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + (t * D)[:, None] + cols, y, mask=(t < n)[:, None] & (cols < D))
 
@@ -168,12 +164,12 @@ def spread(x: Tensor, places: Tensor) -> Tensor:
 
 
 @replayed
-def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) -> Tensor:
-    """Return the sum (T, d) of each token's rows (N, d), and of its rows in `more`."""
+def gather_sum(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+    """Return the sum (T, d) of each token's rows (N, d)."""
     (n, k), d = places.shape, rows.shape[1]
     y = torch.empty((n, d), dtype=rows.dtype, device=rows.device)
     block_r, block_c = _tile(d)
-    run(gather_sum_kernel, cdiv(n, block_r), (rows, more, places, ends, y), (n, len(ends)), k, d, block_r, block_c)
+    run(gather_sum_kernel, cdiv(n, block_r), (rows, places, ends, y), (n, len(ends)), k, d, block_r, block_c)
     return y
 
 
@@ -190,13 +186,12 @@ def activation_parts(h, GELU: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTS)
 def activate_kernel(
-    h_ptr,  # (n, D) hidden units before the activation; with a linear part it is that of the gate
-    linear_ptr,  # (n, D); None: GELU of h alone
+    h_ptr,  # (n, D) hidden units before the activation; GATED: (n, 2·D), the gate's and the linear part
     weight_ptr,  # (n,) weights of the choices
     row_ptr,  # (n,) int32
     end_ptr,  # (n_experts,) int32
     a_ptr,  # (n, D)
-    n, n_experts, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    n, n_experts, GATED: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Write the hidden units, multiplied by the weight of the row."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -205,69 +200,71 @@ def activate_kernel(
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
         mask, at = real[:, None] & (cols < D), (p * D)[:, None] + cols
-        a, _ = activation_parts(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32), linear_ptr is None)
-        if linear_ptr is not None:
-            a *= tl.load(linear_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        h_at = h_ptr + ((p * D * 2)[:, None] + cols if GATED else at)
+        a, _ = activation_parts(tl.load(h_at, mask=mask, other=0.0).to(tl.float32), not GATED)
+        if GATED:
+            a *= tl.load(h_at + D, mask=mask, other=0.0).to(tl.float32)
         tl.store(a_ptr + at, (a * w[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=INTS)
 def activate_backward_kernel(
-    d_ptr,  # (n, D) gradient of the weighted hidden units: overwritten with that of h
-    h_ptr,  # (n, D)
-    linear_ptr,  # (n, D); None: GELU of h alone
+    d_ptr,  # (n, D) gradient of the weighted hidden units: overwritten with that of h, or if GATED with these units
+    h_ptr,  # (n, D); GATED: (n, 2·D)
     weight_ptr,  # (n,)
     row_ptr,  # (n,) int32
     end_ptr,  # (n_experts,) int32
-    a_ptr,  # (n, D): the weighted hidden units once more; may be h_ptr
-    d_linear_ptr,  # (n, D); None like linear_ptr; may be linear_ptr
+    out_ptr,  # like h, may be h: the weighted hidden units, or if GATED the gradient of h
     d_weight_ptr,  # (n,)
-    n, n_experts, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    n, n_experts, GATED: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = p < tl.load(end_ptr + n_experts - 1)
     row = tl.load(row_ptr + p, mask=p < n, other=0)
     w = tl.load(weight_ptr + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    dtype = d_ptr.dtype.element_ty
     dot = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
         mask, at = real[:, None] & (cols < D), (p * D)[:, None] + cols
+        h_at = (p * D * 2)[:, None] + cols if GATED else at
         d = tl.load(d_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        a, slope = activation_parts(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32), linear_ptr is None)
-        if linear_ptr is not None:
-            linear = tl.load(linear_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(d_linear_ptr + at, (d * a * w).to(d_linear_ptr.dtype.element_ty), mask=mask)
+        a, slope = activation_parts(tl.load(h_ptr + h_at, mask=mask, other=0.0).to(tl.float32), not GATED)
+        if GATED:
+            linear = tl.load(h_ptr + h_at + D, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out_ptr + h_at + D, (d * a * w).to(dtype), mask=mask)
             a, slope = a * linear, slope * linear
         dot += d * a
-        tl.store(a_ptr + at, (a * w).to(a_ptr.dtype.element_ty), mask=mask)
-        tl.store(d_ptr + at, (d * slope * w).to(d_ptr.dtype.element_ty), mask=mask)
+        units, dh = (a * w).to(dtype), (d * slope * w).to(dtype)
+        tl.store(out_ptr + h_at, dh if GATED else units, mask=mask)
+        tl.store(d_ptr + at, units if GATED else dh, mask=mask)
     # a choice of no expert has a gradient of 0
     tl.store(d_weight_ptr + row, tl.sum(dot, 1).to(d_weight_ptr.dtype.element_ty), mask=p < n)
 
 
 @replayed
-def activate(h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return weight·act(h) (N, hidden), times the linear part where there is one; weights (T, K) are contiguous."""
-    a, (block_r, block_c) = torch.empty_like(h), _tile(h.shape[1])
-    tensors = (h, linear, weights, rows, ends, a)
-    run(activate_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
+def activate(h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, width: int) -> Tensor:
+    """Return weight·act(h) (N, width); weights (T, K) are contiguous."""
+    a, (block_r, block_c) = torch.empty((len(h), width), dtype=h.dtype, device=h.device), _tile(width)
+    tensors, numbers = (h, weights, rows, ends, a), (len(h), len(ends))
+    run(activate_kernel, cdiv(len(h), block_r), tensors, numbers, h.shape[1] > width, width, block_r, block_c)
     return a
 
 
 @replayed
 def activate_backward(
-    d: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the weighted hidden units, the linear part's gradient and the weights'; d becomes the gradient of h.
+    d: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the weighted hidden units and the gradient of the weights; d becomes the gradient of h.
 
-    With `spare` the first two overwrite h and the linear part instead.
+    If h is twice as wide as d, its gradient and the units change places. With `spare` the first overwrites h.
     """
-    d_weights, (block_r, block_c) = torch.empty_like(weights), _tile(h.shape[1])
-    a, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
-    outputs = (h, linear) if spare else (a, d_linear)
-    tensors = (d, h, linear, weights, rows, ends, *outputs, d_weights)
-    run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
-    return a, d_linear, d_weights
+    width, out, d_weights = d.shape[1], None if spare else torch.empty_like(h), torch.empty_like(weights)
+    block_r, block_c = _tile(width)
+    tensors = (d, h, weights, rows, ends, h if out is None else out, d_weights)
+    constants = h.shape[1] > width, width, block_r, block_c
+    run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), *constants)
+    return out, d_weights
 
 
 def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -282,19 +279,18 @@ def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, b
 
 
 def hidden(
-    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
-    xs = spread(x, places)
-    h = product(xs, up if gate is None else gate, ends)
-    linear = None if gate is None else product(xs, up, ends)
-    del xs
-    return h, linear, activate(h, linear, weights, rows, ends)
+    x: Tensor, up: Tensor, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return what the activation takes, and the weighted hidden units (N, width)."""
+    h = product(spread(x, places), up, ends)
+    return h, activate(h, weights, rows, ends, width)
 
 
 def hidden_backward(
-    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return h's gradient, and what `activate_backward` does."""
-    dh = product(dy, down.mT, ends)
-    return dh, *activate_backward(dh, h, linear, weights, rows, ends, spare)
+    dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of h, the weighted hidden units and the gradient of the weights; `spare`: h may be either."""
+    d = product(dy, down.mT, ends)
+    out, d_weights = activate_backward(d, h, weights, rows, ends, spare)
+    out = h if out is None else out
+    return (d, out, d_weights) if h.shape[1] == d.shape[1] else (out, d, d_weights)

@@ -43,8 +43,8 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         indices, weights = _indices(tokens, n_experts, k, none, x.device), make(tokens, k)
         yield Sample(name, (x, indices, weights, up, down))
         if name in ("experts", "wide tiles"):
-            gated = {"activation": "swiglu", "gate": make(n_experts, dim, hidden) / dim**0.5}
-            yield Sample(f"{name}, swiglu", (x, indices.int(), weights, up, down), gated)
+            up = torch.cat((make(n_experts, dim, hidden) / dim**0.5, up), 2)
+            yield Sample(f"{name}, swiglu", (x, indices.int(), weights, up, down), {"activation": "swiglu"})
 
 
 _X, _I, _W = torch.ones(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
@@ -72,8 +72,7 @@ _BAD_CALLS = (
     _bad("tokens", ValueError, r"indices and weights must be \(tokens = 4, k\)", _X, _I[1:], _W[1:], _UP, _DOWN),
     _bad("range", ValueError, "−1 .no expert. or 0 … 2, got 3", _X, _I + 3, _W, _UP, _DOWN),
     _bad("act", ValueError, "activation must be 'gelu' or 'swiglu', got 'no'", _X, _I, _W, _UP, _DOWN, activation="no"),
-    _bad("no gate", ValueError, "'swiglu' got no gate; pass gate=", _X, _I, _W, _UP, _DOWN, activation="swiglu"),
-    _bad("a gate", ValueError, "takes it", _X, _I, _W, _UP, _DOWN, gate=_UP),
+    _bad("no gate", ValueError, "dim, 2·hidden.* pass torch.cat", _X, _I, _W, _UP, _DOWN, activation="swiglu"),
     BadCall("odd width", _odd_width, ValueError, "multiples of 8 in torch.bfloat16 on a GPU, got 12 and 16; append"),
     BadCall("order", lambda: expert_order(_I[0], 3), ValueError, r"indices must be \(tokens, k\)"),
 )  # fmt: skip

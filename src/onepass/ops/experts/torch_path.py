@@ -42,35 +42,32 @@ def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, b
     return out.to(tokens.dtype)
 
 
-def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) -> Tensor:
-    """Return the sum of each token's rows, and of its rows in `more`."""
-    gathered = rows[places].to(torch.promote_types(rows.dtype, torch.float32))
-    return (gathered if more is None else gathered + more[places]).sum(1).to(rows.dtype)
+def gather_sum(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+    """Return the sum of each token's rows."""
+    return rows[places].to(torch.promote_types(rows.dtype, torch.float32)).sum(1).to(rows.dtype)
 
 
 def hidden(
-    x: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what the activation takes (N, hidden), its linear part (None without a gate), and the weighted units."""
-    xs = spread(x, places)
-    h = product(xs, up if gate is None else gate, ends)
-    linear = None if gate is None else product(xs, up, ends)
-    del xs
-    a = F.gelu(h, approximate="tanh") if linear is None else F.silu(h) * linear
-    return h, linear, a.mul_(weights.flatten()[rows, None])
+    x: Tensor, up: Tensor, weights: Tensor, places: Tensor, rows: Tensor, ends: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return what the activation takes, and the weighted hidden units (N, width)."""
+    h = product(spread(x, places), up, ends)
+    gate, *linear = torch.split(h, width, 1)
+    a = F.silu(gate) * linear[0] if linear else F.gelu(gate, approximate="tanh")
+    return h, a.mul_(weights.flatten()[rows, None])
 
 
 def hidden_backward(
-    dy: Tensor, down: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return h's gradient, the weighted hidden units, and the gradients of the linear part and the weights."""
+    dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of h, the weighted hidden units and the gradient of the weights."""
     d, aten = product(dy, down.mT, ends), torch.ops.aten
-    w, d_weights, d_linear = weights.flatten()[rows, None], torch.empty_like(weights), None
-    dw = (d * w).to(d.dtype)
-    if linear is None:
-        a, dh = F.gelu(h, approximate="tanh"), aten.gelu_backward(dw, h, approximate="tanh")
+    w, d_weights = weights.flatten()[rows, None], torch.empty_like(weights)
+    dw, (gate, *linear) = (d * w).to(d.dtype), torch.split(h, down.shape[1], 1)
+    if linear:
+        a = F.silu(gate)
+        dh, a = torch.cat((aten.silu_backward(dw * linear[0], gate), dw * a), 1), a * linear[0]
     else:
-        a = F.silu(h)
-        d_linear, a, dh = dw * a, a * linear, aten.silu_backward(dw * linear, h)
+        a, dh = F.gelu(gate, approximate="tanh"), aten.gelu_backward(dw, gate, approximate="tanh")
     d_weights.view(-1)[rows] = (d * a).sum(1).to(weights.dtype)
-    return dh, a.mul_(w), d_linear, d_weights
+    return dh, a.mul_(w), d_weights
