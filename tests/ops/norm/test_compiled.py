@@ -28,12 +28,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 2.0**57])
 @pytest.mark.parametrize("name", CALLS)
-def test_torchs_operations_by_default(name: str, dtype: torch.dtype) -> None:
+def test_torchs_operations_by_default(name: str, scale: float, dtype: torch.dtype) -> None:
     """As exact as the kernels, forward and backward; no operator of ours is in the graph."""
     leaves = torch.randn(6, 48).to(dtype).requires_grad_(), torch.linspace(0.5, 1.5, 48).requires_grad_()
-    y, graphs = compiled(CALLS[name], *leaves)
-    expected = CALLS[name](*leaves)
+    y, graphs = compiled(lambda x, w: CALLS[name](x * scale, w), *leaves)
+    expected = CALLS[name](leaves[0] * scale, leaves[1])
     g = torch.randn_like(expected)
     ours, theirs = (torch.autograd.grad(t, leaves, g, allow_unused=True) for t in (y, expected))
     assert not [name for graph in graphs for name in graph if "onepass" in name]

@@ -136,7 +136,7 @@ def _exact_mean(f: Tensor) -> Tensor:
 
 def _rsqrt(v: Tensor) -> Tensor:
     # the gradient of rsqrt has its cube, which is 0 in fp32 for rows from 1e13 on
-    return v.sqrt().reciprocal() if v.requires_grad and not torch.compiler.is_compiling() else v.rsqrt()
+    return v.sqrt().reciprocal() if v.requires_grad or torch.compiler.is_compiling() else v.rsqrt()
 
 
 def normalised(f: Tensor, eps: float, has_mean: bool, stable: bool = False) -> Tensor:
