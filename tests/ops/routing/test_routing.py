@@ -76,11 +76,12 @@ class TestInPlace:
         grads = [torch.autograd.grad(out, wanted, dy) for out in (ours, theirs)]
         torch.testing.assert_close(*grads)
 
-    def test_autograd_knows_of_the_write(self, device: str) -> None:
+    def test_autograd_knows_of_the_write(self, device: str, recorded: bool) -> None:
         x = torch.randn(18, 8, device=device, requires_grad=True)
         y = x.exp()
         update, indices = torch.randn(2, 4, 8, device=device), _choice(2, 9, 4).to(device)
-        scatter_add(y, update, None, indices, inplace=True)
+        with torch.set_grad_enabled(recorded):
+            scatter_add(y, update, None, indices, inplace=True)
         # exp needs its own result for backward, which is overwritten
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()

@@ -109,8 +109,7 @@ def scatter_backward(
     way = _kernels() if uses_triton(d_y, update, gates) else definition
     gates = gates if gates is None else gates.contiguous()
     rows = d_y.reshape(len(indices), -1, d_y.shape[-1])
-    gradients = way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)
-    return gradients  # type: ignore[no-any-return]
+    return way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)  # type: ignore[no-any-return]
 
 
 def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -329,6 +328,7 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
         if torch.is_grad_enabled():
             return _InPlace.apply(y, update, gates, indices)  # type: ignore[no-untyped-call, no-any-return]
         add_rows(y.flatten(0, -2), update, gates, indices)
+        torch.autograd.graph.increment_version(y)  # a kernel does not, and autograd checks it
         return y
     return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
 
