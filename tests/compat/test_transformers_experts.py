@@ -18,6 +18,7 @@ SIZE = {
 MODELS: dict[str, Any] = {
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"num_experts": 8}),
+    "LFM2": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {"num_dense_layers": 0, "layer_types": ["full_attention"] * 2}),
     "Aria": ("AriaTextForCausalLM", "AriaTextConfig", {"moe_num_experts": 4, "moe_topk": 2}),
 }
 

@@ -142,12 +142,14 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestBlock:
     @pytest.mark.parametrize(
-        ("text", "kept"), [
+        ("text", "kept"),
+        [
             ("can't open /home/ada/private/lib/kernel.so: no", "can't open .../kernel.so: no"),
-            ("~/models/x.py line 3", ".../x.py line 3"), (r"C:\Users\ada\x.py", ".../x.py"),
+            ("~/models/x.py line 3", ".../x.py line 3"),
+            (r"C:\Users\ada\x.py", ".../x.py"),
             ("float32 and/or bfloat16, 3/4 samples", "float32 and/or bfloat16, 3/4 samples"),
         ],
-    )  # fmt: skip
+    )
     def test_directories_are_scrubbed(self, text: str, kept: str) -> None:
         assert report.scrub(text) == kept
 

@@ -51,8 +51,7 @@ def test_a_whole_layer(device: str, name: str, half: bool) -> None:
     """By kernels, in fp32 or added in it to half-precise branches, beside float64: outputs, choices and gradients."""
     torch.manual_seed(3)
     here = LAYERS[name]().to(device)
-    there = copy.deepcopy(here).cpu().double()
-    x = torch.randn(3, 40, 32)
+    there, x = copy.deepcopy(here).cpu().double(), torch.randn(3, 40, 32)
     mask = torch.arange(40) < torch.tensor([[40]] * 3 if "count" in name else [[40], [13], [0]])
     found: list[tuple[list[Tensor], list[Tensor]]] = []
     for layer, tokens, real in ((here, x.to(device), mask.to(device)), (there, x.double(), mask)):

@@ -302,8 +302,7 @@ def test_what_looks_at_any_module_is_called(spec: Layer, kind: str) -> None:
 @layers
 def test_a_gpu_gives_what_a_cpu_gives(spec: Layer, masked: bool) -> None:
     layer, mask = made(spec), holes(40) if masked else None
-    on_gpu = copy.deepcopy(layer).cuda()
-    expected = run(layer, layer, _x(), mask)
+    on_gpu, expected = copy.deepcopy(layer).cuda(), run(layer, layer, _x(), mask)
     found = run(on_gpu, on_gpu, _x("cuda"), None if mask is None else mask.cuda())
     for ours, theirs in zip(found[1], expected[1], strict=True):
         assert torch.equal(ours.cpu(), theirs)

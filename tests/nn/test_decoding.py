@@ -112,8 +112,7 @@ def test_hooks_run_in_steps(hook: Any) -> None:
 @pytest.mark.parametrize("name", ["", "attention", "attention.light", "attention.heavy", "feed_forward"])
 def test_a_forward_of_ones_own_is_refused(name: str) -> None:
     block, x = _block(), _tokens(1, 1, 0)
-    cache = block.new_cache(1)
-    module = block.get_submodule(name)
+    cache, module = block.new_cache(1), block.get_submodule(name)
     forward = module.forward
     module.forward = forward
     with pytest.raises(TypeError, match=f"decoding needs {name or 'itself'} to be a .*overridden"):

@@ -43,8 +43,7 @@ def _problem(options: dict[str, Any]) -> tuple[Lion, list[Tensor], Callable[[], 
 def test_goes_the_right_way_with_schedulers(options: dict[str, Any]) -> None:
     for makers in INFO.scheduler_inputs:
         optimizer, _, closure = _problem(options)
-        schedulers = [make(optimizer) for make in makers]
-        first = closure()
+        schedulers, first = [make(optimizer) for make in makers], closure()
         for _ in range(40):
             loss = optimizer.step(closure)
             for scheduler in schedulers:

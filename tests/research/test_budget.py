@@ -70,8 +70,7 @@ def test_no_byte_reads_a_later_one(name: str) -> None:
     for table in model.grams:
         torch.nn.init.normal_(table.table.weight)
     tokens = torch.randint(256, (1, run.n))
-    other = tokens.clone()
-    place = 3 * run.n // 4 + 5
+    other, place = tokens.clone(), 3 * run.n // 4 + 5
     other[:, place:] = torch.randint(256, other[:, place:].shape)
     with torch.no_grad():
         before, after = model(tokens)[:, :place], model(other)[:, :place]

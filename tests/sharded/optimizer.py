@@ -25,14 +25,15 @@ from sharded.processes import device_type
 # uneven shards, an empty one, rows of no whole number of blocks, and a vector too small for int8
 SHAPES = [(48, 256), (33, 256), (1, 5120), (128, 128), (8192,), (20, 96, 9), (5, 7), (3,)]
 STATES: dict[str, dict[str, Any]] = {
-    "fp32": {"dtype": torch.float32}, "remainder": {"dtype": torch.bfloat16},
+    "fp32": {"dtype": torch.float32},
+    "remainder": {"dtype": torch.bfloat16},
     "int8": {"dtype": torch.float32, "state_dtype": "int8"},
     "int8 remainder": {"dtype": torch.bfloat16, "state_dtype": "int8"},
     "wide momentum": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
     "cautious": {"dtype": torch.float32, "cautious": True},
     "half cautious": {"dtype": torch.bfloat16, "cautious": 0.25, "cautious_weight_decay": True},
     "tensor by tensor": {"dtype": torch.float32, "foreach": False},
-}  # fmt: skip
+}
 
 
 def fits(shape: tuple[int, ...], placements: Placements) -> list[Placement]:

@@ -52,10 +52,11 @@ def test_a_few_files_fill_both_parts_and_a_single_one_is_cut(tmp_path: Path):
 
 
 def test_what_is_left_out_of_a_directory(texts: Path, tmp_path: Path):
-    count = len(data.load([str(texts), str(texts / "1.txt")]).sources)  # the same file twice is read once
+    first = (texts / "1.txt").rename(texts / "1\udcff.txt")
+    count = len(data.load([str(texts), str(first)]).sources)  # the same file twice is read once
     (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (texts / "empty.txt").write_bytes(b"")
-    (texts / "copy\x1b[2J.txt").write_bytes((texts / "1.txt").read_bytes())
+    (texts / "copy\x1b[2J.txt").write_bytes(first.read_bytes())
     (texts / ".hidden").write_text("hidden")
     (texts / ".git").mkdir()
     (texts / ".git" / "config").write_text("hidden too")
@@ -65,7 +66,7 @@ def test_what_is_left_out_of_a_directory(texts: Path, tmp_path: Path):
     said = printed("train", texts, *TINY, "--steps", 1, "--out", tmp_path / "run")
     assert "left out: 3 files, left_out.txt says why\n" in said
     assert sorted((tmp_path / "run/left_out.txt").read_text().splitlines()) == [
-        r"copy\x1b[2J.txt: its text is that of 1.txt",
+        r"copy\x1b[2J.txt: its text is that of 1\udcff.txt",
         "empty.txt: it is empty",
         "picture.png: it is binary: byte 8 is NUL",
     ]

@@ -3,10 +3,12 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import rc_context, rcParams
 
-from onepass.train import html
+from onepass.train import html, pictures
 from onepass.train.model import new
 from onepass.train.trace import trace
 from train.tiny import config
@@ -57,3 +59,9 @@ def test_no_text_breaks_out(text: str, name: str, model: dict[str, object]):
     rest = re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
     assert not re.search(r"https?:|//|url\(|@import", rest)
     assert reader.text.startswith(EVIL.replace("\n", "↵\n"))
+
+
+def test_a_users_style_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures.Figure, "savefig", lambda _, out, **__: out.write(bytes(rcParams["text.usetex"])))
+    with rc_context({"text.usetex": True}):
+        assert pictures.loss_png([], config(), 3.0) == b""

@@ -274,8 +274,8 @@ def _mean_over_real(op: str, routing: ExpertRouting, function: Any) -> Tensor:
     """Return the mean of function(logits) over the real tokens."""
     if not isinstance(routing, ExpertRouting):
         raise TypeError(f"{op}: routing must be layer(x, return_routing=True)[1], got {type(routing).__name__}")
-    real = routing.indices[..., 0] >= 0
-    return torch.where(real[..., None], function(routing.logits), 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
+    real, logits = routing.indices[..., :1] >= 0, routing.logits.unsqueeze(-2)  # one token may have no dimension
+    return torch.where(real[..., None], function(logits), 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
 
 
 def load_balancing_loss(routing: ExpertRouting) -> Tensor:

@@ -66,7 +66,7 @@ def lead(args: argparse.Namespace, world: World) -> int:
             run_.refuse_overwriting(args.force)
             run_.create(config, corpus.manifest())
             if corpus.left_out:
-                run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
+                run_.write(LEFT_OUT, "".join(f"{printable(f'{name}: {why}')}\n" for name, why in corpus.left_out))
             saved = None
         torch.set_num_threads(config.threads)
         world.announce(run_, config, saved)

@@ -7,18 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 
 from onepass.train.config import Config
 from onepass.train.metrics import Row
 
 
-def _png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=144)
-    return out.getvalue()
-
-
+@style.context("default")  # a user's may need LaTeX
 def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
     """Draw bits per byte over steps: training (each step and smoothed), validation, and the unigram entropy to beat."""
     train: list[tuple[int, float]] = []
@@ -44,7 +40,9 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
     axes.set_title(f"{config.blocks} blocks of {config.dim}, seed {config.seed}", loc="left")
     axes.legend(frameon=False, loc="upper right")
     axes.grid(alpha=0.25)
-    return _png(figure)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=144)
+    return out.getvalue()
 
 
 def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

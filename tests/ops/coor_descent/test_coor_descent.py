@@ -36,8 +36,7 @@ def _kinks(s: Tensor, k: Tensor | float, options: dict[str, Any], mask: Tensor |
         x = (s + b) / schedule[t]
         x = x if mask is None else x.masked_fill(~mask, low)
         a = schedule[t] * (rows.log() - x.logsumexp(-1, keepdim=True))
-        b = -(s + a).relu()
-        gap = (s + a).abs() / schedule[t]
+        b, gap = -(s + a).relu(), (s + a).abs() / schedule[t]
         gap = gap if mask is None else gap.masked_fill(~mask, torch.inf)
         nearest = torch.minimum(nearest, gap.amin(-1))
         schedule.append(max(schedule[t] * options.get("eps_decay", 1.0), options["eps"]))

@@ -89,8 +89,7 @@ def test_k_at_least_the_valid_entries(kind: str) -> None:
 
 @ALL_KINDS
 def test_upstream_nan_where_nothing_can_change(kind: str) -> None:
-    s = torch.randn(2, 10, requires_grad=True)
-    mask = torch.arange(10) < 8
+    s, mask = torch.randn(2, 10, requires_grad=True), torch.arange(10) < 8
     (ds,) = torch.autograd.grad(
         onepass.soft_topk(s, 3, mask=mask, kind=kind), s, torch.where(mask, 1.0, math.nan).expand(2, 10)
     )
@@ -120,8 +119,7 @@ def test_backward_of_long_rows_in_chunks(kind: str, monkeypatch: pytest.MonkeyPa
     s = torch.randn(3, 3000, requires_grad=True)
     s.data[1, 3] = math.inf
     k = torch.tensor([2.5, 100.3, 2999.9], requires_grad=True)
-    eps = torch.tensor(0.2, requires_grad=True)
-    mask = torch.arange(3000) % 50 != 7
+    eps, mask = torch.tensor(0.2, requires_grad=True), torch.arange(3000) % 50 != 7
     y = onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind)
     wide = [t.detach().double().requires_grad_() for t in (s, k, eps)]
     expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], mask=mask, kind=kind)
@@ -147,8 +145,7 @@ def test_gradients_of_chosen_entries_alone(
     _short_chunks(monkeypatch)
     s, eps = torch.randn(3, n), torch.tensor([0.3, 0.5, 0.1])
     s[1, 7] = math.inf
-    mask = torch.arange(n) % 50 != 9
-    number = KINDS.index(kind)
+    mask, number = torch.arange(n) % 50 != 9, KINDS.index(kind)
     _, state = op.forward(s, None, eps, mask, float(k), 0.0, number)
     indices = s.masked_fill(~mask, -math.inf).topk(k).indices
     indices[2, k // 2 :] = -1

@@ -148,8 +148,7 @@ def test_backward_runs_where_nothing_is_chosen(n: int, k: int, name: str) -> Non
 
 @pytest.mark.parametrize(("n", "k"), [(5, 0), (0, 2)])
 def test_backward_runs_where_a_causal_router_chooses_nothing(n: int, k: int) -> None:
-    x = torch.randn(2, n, 8, requires_grad=True)
-    router = CausalRouter(8)
+    x, router = torch.randn(2, n, 8, requires_grad=True), CausalRouter(8)
     out = router(x, k)
     assert out.indices.dtype == torch.int64
     out.gates.sum().backward()
