@@ -164,8 +164,8 @@ class Experts(nn.Module):
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        if (gate := state.pop(f"{prefix}gate", None)) is not None:  # written when it was a parameter of its own
-            state[f"{prefix}up"] = torch.cat((gate, state[f"{prefix}up"]), -1)
+        if {f"{prefix}gate", f"{prefix}up"} <= state.keys():  # written when gate was a parameter of its own
+            state[f"{prefix}up"] = torch.cat((state.pop(f"{prefix}gate"), state[f"{prefix}up"]), -1)
         super()._load_from_state_dict(state, prefix, *args)
         # no counts are in it: to_empty leaves any bits there, assign=True no tensor
         counts, bias = self.tokens_per_expert, self.expert_bias.float()  # assign=True takes any dtype
