@@ -20,7 +20,7 @@ from .kernels_rows import INTS, activation_parts, gather_sum, order
 
 __all__ = ["gather_sum", "hidden", "hidden_backward", "order", "product", "spread", "weight_product"]
 
-# most elements of an expert's matrix for which these products beat torch's
+# most elements of an expert's `down` for which these products beat torch's
 MOST = 1 << 19
 
 
@@ -215,18 +215,11 @@ def hidden(
     return h, units
 
 
+@replayed
 def hidden_backward(
     dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of h, which is h with `spare`, the weighted hidden units and the gradient of the weights."""
-    dh, units, d_weights = _hidden_backward(dy, down, h, weights, rows, ends, spare)
-    return h if dh is None else dh, units, d_weights
-
-
-@replayed
-def _hidden_backward(
-    dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradient of h (None: h became it), the weighted hidden units and the gradient of the weights."""
     width, dh, d_weights = down.shape[1], None if spare else torch.empty_like(h), torch.empty_like(weights)
     gated = h.shape[1] > width
     tile = _rows_tile(dy, width, "backward", gated)

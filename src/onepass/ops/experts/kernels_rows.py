@@ -288,9 +288,8 @@ def hidden(
 
 def hidden_backward(
     dy: Tensor, down: Tensor, h: Tensor, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of h, the weighted hidden units and the gradient of the weights; `spare`: h may be either."""
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradient of h (None: h became it), the weighted hidden units and the gradient of the weights."""
     d = product(dy, down.mT, ends)
     out, d_weights = activate_backward(d, h, weights, rows, ends, spare)
-    out = h if out is None else out
-    return (d, out, d_weights) if h.shape[1] == d.shape[1] else (out, d, d_weights)
+    return (out, d, d_weights) if h.shape[1] > d.shape[1] else (d, h if out is None else out, d_weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _check(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor
         if value.dtype != x.dtype:
             raise TypeError(f"experts: x is {x.dtype} and {label} is {value.dtype}; pass {label}.to(x.dtype)")
     if activation == "swiglu":
-        if hidden % 2 or down.shape == (n_experts, hidden, dim):
+        if hidden % 2 or (hidden and down.shape == (n_experts, hidden, dim)):
             raise ValueError(
                 f"experts: for 'swiglu' up must be (experts, dim, 2·hidden), got {tuple(up.shape)} beside down "
                 f"{tuple(down.shape)}; pass torch.cat((gate, up), -1)"
@@ -119,15 +120,17 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, weights, up and down that are needed.
 
-    h may be a list, its only owner: its memory is then written to. Each large tensor is freed after its last use, so
-    that fewer of them exist at once.
+    h may be a list: unless others hold its item, as a hook of saved tensors may, this memory is written to. Each large
+    tensor is freed after its last use, so that fewer of them exist at once.
     """
     way = _way(x, places, up, down)
     dys = way.spread(dy.contiguous(), places)
     owner: Any = h
     if spare := isinstance(owner, list):
         h = owner.pop()
+        spare = sys.getrefcount(h) <= 2  # this name and the argument
     dh, a, d_weights = way.hidden_backward(dys, down, h, weights.contiguous(), rows, ends, spare)
+    dh = h if dh is None else dh
     del h
     d_down = _weight_gradient(way, dys, a, (rows, ends), down, is_down=True) if need_down else None
     del a, dys
@@ -160,7 +163,7 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Ten
     need_x, _, *needs, _ = ctx.needs_input_grad
     activations: Any = h
     if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
-        # the list is then the only owner
+        # the graph then holds it no longer
         activations = [h]
         ctx.maybe_clear_saved_tensors()
     del h
