@@ -172,14 +172,14 @@ def test_shapes_of_8_bits(at: str) -> None:
         assert (out.values.shape, out.scales.shape) == (shape, scales)
 
 
-def test_both_terms_of_the_sum_get_one_gradient() -> None:
+@pytest.mark.parametrize("options", [{}, {"groups": 4}, {"weight": (5, 40)}], ids=str)
+def test_both_terms_of_the_sum_get_one_gradient(options: dict[str, Any]) -> None:
     x, r = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
-    y, s = rms_norm(x, residual=r)
     seen = []
     for t in (x, r):
         t.register_hook(lambda g: seen.append(g.data_ptr()))
-    (y.sum() + s.sum()).backward()
-    assert len(set(seen)) == 1
+    sum(map(torch.sum, rms_norm(x, residual=r, **options))).backward()
+    assert options or len(set(seen)) == 1
     assert torch.equal(x.grad, r.grad)
     x.grad.zero_()
     assert r.grad.any(), "the .grad of two leaves must not share memory"

@@ -315,9 +315,7 @@ def native(
     eps, offset, has_mean, stable, *rest = options
     if stable or tuple(rest) != NONE or torch._C._is_any_autocast_enabled():
         return None
-    if not isinstance(eps, (float, int)) or not eps >= 0:
-        return None
-    if not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
+    if not isinstance(eps, (float, int)) or not eps >= 0 or not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
         return None
     dtype, n_cols = x.dtype, x.shape[-1]
     for v in (weight, bias):

@@ -207,9 +207,7 @@ def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> tupl
 def _public(results: Results) -> Any:
     """Return y; (y, s); or (y, s, codes, scales) in 8 bits and from the registered operator."""
     y, s, codes, *_ = results
-    if codes is not None:
-        return results[:4]
-    return y if s is None else (y, s)
+    return results[:4] if codes is not None else y if s is None else (y, s)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -306,6 +304,9 @@ def _call(
     """Return a norm over the last n dimensions together, or over groups of columns; `others` are the last options."""
     if n > 1 or groups != 1:
         rows = reshaped(op, n, groups, x, weight, bias, residual, gate)
+        # behind views autograd lets two leaves share one gradient, and then adds to it for both
+        if residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad:
+            rows[3] = rows[3] * 1
         outputs = _call(op, 1, *rows, 1, eps, offset, *others)
         if isinstance(outputs, Tensor):
             # groups alone: a view by a shape takes the host 1 µs longer
