@@ -15,7 +15,9 @@ OLDEST = PYTHONPATH=.triton-oldest TRITON_CACHE_DIR=.triton-oldest/cache
 PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(DEV)/pytest -q
 PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
-PIP = -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported, when it is: all that is installed would take pip twice as long as the rest
+PIP = -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
 .PHONY: run quick test test-all newest gpu slow lint types unit peers interpret codegen doctest dist docs release lock fuzz soak clean FORCE
@@ -28,7 +30,9 @@ quick: lint types  ## lint, types and the tests of what changed since BASE
 
 test: lint types unit peers interpret codegen doctest  ## everything that needs no GPU, without the slow tests
 
-test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
+test-all:  ## the slow tests, the built packages and the site as well; first what takes one process, side by side
+	$(MAKE) --jobs=2 lint types doctest dist docs
+	$(MAKE) unit peers interpret codegen slow
 
 newest:  ## `test` with the newest of everything; what leans on another library's inside is told apart
 	$(MAKE) LOCK= lint types codegen doctest
