@@ -14,6 +14,8 @@ OLDEST = PYTHONPATH=.triton-oldest TRITON_CACHE_DIR=.triton-oldest/cache
 # Inductor's cache knows an operator by its name alone: it would run what another commit's operator had compiled to
 PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(DEV)/pytest -q
 PARALLEL = -n $(JOBS) --dist worksteal
+# `test-all` takes the slow ones along
+CHOSEN = -m 'not slow'
 KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 # Python compiles what is imported, when it is: all that is installed would take pip twice as long as the rest
 PIP = -m pip install --quiet --disable-pip-version-check --no-compile
@@ -32,7 +34,7 @@ test: lint types unit peers interpret codegen doctest  ## everything that needs 
 
 test-all:  ## the slow tests, the built packages and the site as well; first what takes one process, side by side
 	$(MAKE) --jobs=2 lint types doctest dist docs
-	$(MAKE) unit peers interpret codegen slow
+	$(MAKE) CHOSEN= unit peers interpret codegen
 
 newest:  ## `test` with the newest of everything; what leans on another library's inside is told apart
 	$(MAKE) LOCK= lint types codegen doctest
@@ -50,14 +52,14 @@ types: .venv-dev/ready
 	$(DEV)/mypy
 
 unit: .venv-dev/ready
-	$(PYTEST) $(PARALLEL) -m 'not slow' --ignore=tests/codegen --ignore=tests/peers $(ARGS)
+	$(PYTEST) $(PARALLEL) $(CHOSEN) --ignore=tests/codegen --ignore=tests/peers $(ARGS)
 
 peers: .venv-dev/ready  ## torch's own samples of topk and norms, its topics of optimizers on Lion, entmax's own tests
 	$(PYTEST) $(PARALLEL) tests/peers $(ARGS)
 
 # the Triton kernels themselves, run by Triton's interpreter on the CPU
 interpret: .venv-dev/ready
-	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m 'not slow' $(KERNELS) $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) $(CHOSEN) $(KERNELS) $(ARGS)
 
 doctest: .venv-dev/ready
 	$(PYTEST) --doctest-modules --ignore-glob='*kernels*' --ignore-glob='*/torchtitan.py' --ignore-glob='*/onepass/transformers.py' src
@@ -65,7 +67,7 @@ doctest: .venv-dev/ready
 # every kernel compiled, within its budget of registers, by one Triton: the oldest, whose language is the smallest and
 # with which the committed figures were measured. It keeps what it compiled.
 codegen: .triton-oldest/ready
-	$(OLDEST) $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen $(ARGS)
+	$(OLDEST) $(PYTEST) $(PARALLEL) $(CHOSEN) tests/codegen $(ARGS)
 
 gpu:  ## every test marked gpu on this machine's GPU, with the Python at hand: ARGS='--record FILE'
 	PYTHONPATH=src $(PYTHON) tests/gpu.py $(ARGS)

@@ -48,11 +48,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Without a mark of its own a test's device is a CPU and, marked gpu, CUDA; and a bool that it takes is both."""
     marks = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     marked = {name for names in marks for name in (names.split(",") if isinstance(names, str) else names)}
-    kinds = metafunc.function.__annotations__
     for name in [name for name in metafunc.fixturenames if name not in marked]:
         if name == "device":
             metafunc.parametrize(name, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-        elif kinds.get(name) in ("bool", bool):
+        elif metafunc.function.__annotations__.get(name) in ("bool", bool):
             metafunc.parametrize(name, [False, True], ids=[f"not {name}", name])
 
 
@@ -64,8 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere += [item for item in contract if not concerns(item.name, names)]
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
-        left_out = set(elsewhere)
-        items[:] = [item for item in items if item not in left_out]
+    left_out = set(elsewhere)
+    # slow ones first, so that no process is left with them alone at the end
+    items[:] = sorted((i for i in items if i not in left_out), key=lambda i: i.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
