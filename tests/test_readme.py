@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import page
 from research.budget import runs
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,10 @@ Record = dict[str, Any]
 
 
 def records(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    found = json.loads((path := ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    if (table := path.with_suffix(".md")).exists():
+        assert table.read_text(encoding="utf-8") == page(found[0], found[1:]), f"{table}: write it anew by --report"
+    return found
 
 
 def made(header: Record) -> str:
