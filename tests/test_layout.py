@@ -17,9 +17,9 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2501, 2250),
-    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3605, 3250),
+    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3604, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4286, 4300),
-    "lion": ("src/onepass/ops/lion src/onepass/optim", 2538, 2550),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2536, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2928, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1718, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6151, 5700),
@@ -27,7 +27,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "doctor": ("src/onepass/doctor", 454, 461),
     "train": ("src/onepass/train", 2879, 2900),
     "tests": ("tests", 18999, 19000),
-    "measured": ("benchmarks research", 5935, 6000),
+    "measured": ("benchmarks research", 5930, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 842, 900),
 }
