@@ -245,11 +245,12 @@ def expert_table() -> Iterable[str]:
     for gelu, gated in zip(GELU, SWIGLU, strict=True):
         ways = (gelu, "onepass"), (gelu, COMPILED), (gated, "onepass"), (gated, COMPILED), (gated, SONIC)
         yield " | ".join(f"{cell[impl + GRAPH]['us']:.0f}" for cell, impl in ways)
+        for of, best in (ways[1], ways[4]):  # products alone are no rival
+            assert fastest(us := {i: r["us"] for i, r in of.items() if GRAPH in i and i[0] != "p"}) == us[best + GRAPH]
     ours = [r["peak_mib"] for r in by_lines("experts_gate.jsonl") if r["joint"] and r["shape"][1:3] == [2048, 128]]
     largest = GELU[-1]["onepass"], GELU[-1][COMPILED], APART[-1][COMPILED], APART[-1][SONIC]
-    mib = [r["peak_mib"] - r["kept_mib"] for r in largest]  # above the weights, of which SonicMoE had copies
-    told = "GELU {:.0f} MiB, torch compiled {:.0f}; with SwiGLU {}, torch compiled {:.0f}, SonicMoE {:.0f}"
-    yield told.format(*mib[:2], ours[0], *mib[2:])
+    m = [f"{r['peak_mib'] - r['kept_mib']:.0f}" for r in largest]  # above the weights, of which SonicMoE had copies
+    yield f"GELU {m[0]} MiB, torch compiled {m[1]}; with SwiGLU {ours[0]}, torch compiled {m[2]}, SonicMoE {m[3]}"
     yield "first row takes {:.1f} ms, ours {:.1f}".format(*(APART[0][i]["us"] / 1e3 for i in (SONIC, "onepass")))
     yield f"`fused_moe` takes {SWIGLU[-1]['liger']['us'] / SWIGLU[-1]['onepass']['us']:.2f} times our time in the last"
     yield in_transformers()

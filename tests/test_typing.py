@@ -145,17 +145,16 @@ def compat() -> None:
 
 def test_results_have_types(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    # with the options of `make types`, whose cache has torch: a strict user's, and no line is wrong to these alone
+    # `make types` has these options, and torch in its cache; mypy takes PYTHONPATH for installed packages
     options = "--cache-dir", ROOT / ".mypy_cache", "--config-file", ROOT / "pyproject.toml", "--no-error-summary"
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "program.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},  # read as installed: who has a py.typed has types
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     errors = re.findall(r"^program\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE)
     wrong = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
     assert (done.stderr, {int(line) for line, _ in errors}) == ("", wrong), done.stdout
-    codes = "arg-type assert-type attr-defined call-arg call-overload list-item"
+    codes = "arg-type assert-type attr-defined call-arg call-overload list-item"  # default options find these, too
     assert {code for _, code in errors} <= {*codes.split()}, done.stdout
 
 
