@@ -21,7 +21,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4286, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2536, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2928, 2800),
-    "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1718, 1000),
+    "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1708, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6151, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 454, 461),

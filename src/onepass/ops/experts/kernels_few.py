@@ -35,22 +35,17 @@ def hidden_kernel(
     x_ptr,  # (tokens, D), contiguous
     id_ptr,  # (n,) int32 or int64, n = tokens·K
     up_ptr,  # (n_experts, D, H), unit column stride; other strides as `load_tile` has them
-    gate_ptr,  # likewise; None: GELU
-    part_ptr,  # (parts of D, n, H) fp32; for the gate as many again
+    part_ptr,  # (parts of D, n, H) fp32
     n, n_experts, expert_stride, row_stride, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
     DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write x[p // K] · up[e], and for the gate, over some of the columns of x."""
+    """Write x[p // K] · up[e] over some of the columns of x."""
     p, part = tl.program_id(2), tl.program_id(1)
     d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
     up = load_tile(up_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
     x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
-    at = part_ptr + (part * n + p) * H + h
-    tl.store(at, tl.sum(x * up, 0), mask=h < H)
-    if gate_ptr is not None:
-        gate = load_tile(gate_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
-        tl.store(at + tl.num_programs(1) * n * H, tl.sum(x * gate, 0), mask=h < H)
+    tl.store(part_ptr + (part * n + p) * H + h, tl.sum(x * up, 0), mask=h < H)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -73,16 +68,12 @@ def out_kernel(
     # start these long loads first: they run while the others wait
     down = load_tile(down_ptr, e, expert_stride, h, row_stride, d, H, D, VEC)
     part = tl.arange(0, PARTS)[:, None]
-    at, mask = part_ptr + (part * n + p) * H + h[None, :], (part < n_parts) & (h < H)[None, :]
+    at, mask = part_ptr + (part * n + p) * (2 * H if GATED else H) + h[None, :], (part < n_parts) & (h < H)[None, :]
     # the activation takes what a product would have written
     dtype = down_ptr.dtype.element_ty
-    linear = tl.sum(tl.load(at, mask=mask, other=0.0), 0).to(dtype).to(tl.float32)
+    a, _ = activation_parts(tl.sum(tl.load(at, mask=mask, other=0.0), 0).to(dtype).to(tl.float32), not GATED)
     if GATED:
-        gate = tl.sum(tl.load(at + n_parts * n * H, mask=mask, other=0.0), 0).to(dtype).to(tl.float32)
-        a, _ = activation_parts(gate, False)
-        a *= linear
-    else:
-        a, _ = activation_parts(linear, True)
+        a *= tl.sum(tl.load(at + H, mask=mask, other=0.0), 0).to(dtype).to(tl.float32)
     a = tl.where(e >= 0, a * tl.load(weight_ptr + p).to(tl.float32), 0.0)  # without an expert even NaN does not count
     tl.store(out_ptr + (p * tl.num_programs(1) + part_h) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
@@ -97,23 +88,22 @@ def takes(choices: int, up: Tensor, down: Tensor) -> bool:
 @replayed
 def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Return y (T, d) of tokens x; all tensors contiguous but for the experts' and rows' strides of the matrices."""
-    (tokens, k), (n_experts, hidden, dim), gated = ids.shape, down.shape, up.shape[2] > down.shape[1]
+    (tokens, k), (n_experts, hidden, dim), columns = ids.shape, down.shape, up.shape[2]
     n, parts_d, parts_h, wide = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP), ROW_BYTES // up.element_size()
     y = torch.empty_like(x)
-    parts = torch.empty((1 + gated, parts_d, n, hidden), dtype=torch.float32, device=x.device)
+    parts = torch.empty((parts_d, n, columns), dtype=torch.float32, device=x.device)
     outs = torch.empty((n, parts_h, dim), dtype=torch.float32, device=x.device)
     strides = (*up.stride()[:2], *down.stride()[:2])
     vec = 1 if any(s % 8 for s in strides) else 8
     strides = [s // vec for s in strides]
-    matrices = (up[..., hidden:], up) if gated else (up, None)
     launch(
-        hidden_kernel, (cdiv(hidden, wide), parts_d, n), (x, ids, *matrices, parts), (n, n_experts, *strides[:2]),
-        (k, dim, hidden, vec, DEEP, wide), num_warps=4,
+        hidden_kernel, (cdiv(columns, wide), parts_d, n), (x, ids, up, parts), (n, n_experts, *strides[:2]),
+        (k, dim, columns, vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
     launch(
         out_kernel, (cdiv(dim, wide), parts_h, n), (parts, ids, weights, down, outs),
         (n, n_experts, *strides[2:], parts_d),
-        (gated, dim, hidden, next_power_of_2(parts_d), vec, DEEP, wide), num_warps=4,
+        (columns > hidden, dim, hidden, next_power_of_2(parts_d), vec, DEEP, wide), num_warps=4,
     )  # fmt: skip
     add_vector_partials(outs[None], y, None, k * parts_h, tokens)
     return y
