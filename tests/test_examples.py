@@ -79,8 +79,7 @@ def test_lightning_module(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_long_documents(tmp_path: Path) -> None:
-    said = output("long_documents", tmp_path)
-    first, last = numbers(r"accuracy ([\d.]+) to ([\d.]+)", said)
+    first, last = numbers(r"accuracy ([\d.]+) to ([\d.]+)", output("long_documents", tmp_path))
     assert first < 0.5 < 0.7 < last
 
 
@@ -134,8 +133,7 @@ def test_mixture_of_depths_compares_equal_products_and_looks_at_no_later_byte() 
 
 @pytest.mark.slow
 def test_choose_features(tmp_path: Path) -> None:
-    said = output("choose_features", tmp_path)
-    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", said)]
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output("choose_features", tmp_path))]
     assert len(accuracies) == 7
     assert min(accuracies) > 0.85
 

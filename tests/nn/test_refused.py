@@ -63,6 +63,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     *((ValueError, f"{type(block).__name__}: the cache is of a block with window = 8, this one's is 4",
        lambda block=block, other=other: block(X[:, :1], cache=other.new_cache(2)))
       for block, other in zip(*BLOCKS, strict=True)),
+    *((TypeError, f"{type(block).__name__}: the cache is torch.float64 and the weights are torch.float32; convert one",
+       lambda block=block: block(X[:, :1], cache=block.new_cache(2).double())) for block in BLOCKS[0]),
     *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
       for name in ("Routed", "RoutedFeedForward", "RoutedAttention")
       for k, error in ((0, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),

@@ -23,7 +23,7 @@ from onepass.ops.routing.op import gather
 from onepass.ops.span_attention.op import rotary
 
 from .calls import Layer
-from .count import check_size, count
+from .count import check_dtype, check_size, count
 from .router import RouterOutput, k_for
 
 # torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
@@ -344,10 +344,8 @@ class AttentionCache(_Cache):
         m = 0 where no sequence begins a window; where some do, `HeavyCache.attend` leaves out the tokens of the others.
         """
         if not begins_window:
-            empty = self.clock.position[:, None][:, :0]
-            return self.tokens[:, :0], RouterOutput(
-                empty, empty.to(self.queries.scores.dtype), self.queries.scores[:, :0]
-            )
+            empty, scores = self.clock.position[:, None][:, :0], self.queries.scores[:, :0]
+            return self.tokens[:, :0], RouterOutput(empty, empty.to(scores.dtype), scores)
         window = layer.window
         indices, gates, scores = layer.router_kv(self.tokens, k_for(layer.router_kv, layer.k_kv, window))
         start = (self.clock.position // window - 1) * window
@@ -396,6 +394,8 @@ class BlockCache(_Cache):
                 f"{type(block).__name__}: the cache is of a block with window = {self.window}, this one's is {window}: "
                 "pass what its own new_cache returned"
             )
+        light, kept = (getattr(part, "light", part) for part in (block.attention, self.attention))
+        check_dtype(type(block).__name__, kept.keys, light.qkv, "the cache")
         if self.owns_clock:
             self.clock.begin(x, mask)
         yield
@@ -432,7 +432,7 @@ class Block(Layer):
 
         Raises:
             TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward
-                is another one.
+                is another one. In a call: cache and weights have two dtypes, as after ``block.half()`` (no autocast).
             ValueError: the block is not causal, or a size is < 1. In a call: the cache is full, of another batch or of
                 a block with another window, or a prompt comes after other tokens.
 

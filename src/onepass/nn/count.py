@@ -61,14 +61,14 @@ def check_count(module: str, name: str, k: int | float) -> None:
         raise ValueError(f"{module}: {name} must be an int ≥ 1 or a share 0 < {name} ≤ 1 of n, got {k}")
 
 
-def check_dtype(module: str, x: Tensor, linear: nn.Module | Tensor) -> None:
+def check_dtype(module: str, x: Tensor, linear: nn.Module | Tensor, name: str = "x") -> None:
     """Raise TypeError if tokens and the weights that multiply them have two dtypes, outside autocast."""
     # another class than nn.Linear, as that of quantised weights, may take any dtype
     weight = linear.weight if type(linear) is nn.Linear else linear if isinstance(linear, Tensor) else x
     if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
         return
     raise TypeError(
-        f"{module}: x is {x.dtype} and the weights are {weight.dtype}; convert one of them, as in "
+        f"{module}: {name} is {x.dtype} and the weights are {weight.dtype}; convert one of them, as in "
         f"layer.to({x.dtype}), or call it under torch.autocast({x.device.type!r})"
     )
 
