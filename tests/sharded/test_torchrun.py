@@ -206,7 +206,7 @@ def test_a_signal_to_torchrun_saves_and_stops(
         said, faults = ended(running)
     assert own_lines(faults) == []
     assert re.search(r"stopped after \d+ of 60 steps, all of them saved", said), faults[-4000:]
-    assert said.count("go on with: onepass train --resume") == 1
+    assert said.count(f"go on with: {sys.executable} -m onepass train --resume") == 1
     train(2, texts, out, "--resume", *options)
     bit_for_bit(out, of(2, *options))
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert signal.getsignal(number) == handler
     said = capsys.readouterr().out
     assert "stopped after 5 of 12 steps" in said
-    assert f"onepass train --resume --out '{out}'" in said
+    assert f"go on with: {sys.executable} -m onepass train --resume --out '{out}'" in said
     assert checkpoint.load(out / checkpoint.NAME).step == 5
     assert train("--out", out, "--resume") == 0
     same(whole, out)

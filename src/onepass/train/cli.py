@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 
 import torch
 
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
             return world.leave((lead if world.first else follow)(args, world))
         except loop.InterruptedRunError as stop:
             say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
-            say(f"go on with: onepass train --resume --out {shlex.quote(str(stop.path))}")
+            python, out = shlex.quote(sys.executable), shlex.quote(str(stop.path))
+            say(f"go on with: {python} -m onepass train --resume --out {out}")
             return world.leave(128 + stop.signum)
         finally:
             torch.set_num_threads(threads)

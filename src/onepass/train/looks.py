@@ -81,8 +81,7 @@ def _heavy(trace: Trace) -> Look:
     each, once = 100 * routed.mean(), 100 * (counts > 0).mean()
     part = f"{each:.1f} % of the bytes its heavy branch; {once:.1f} % get one at least"
     table = ("Which kinds of bytes get compute", [head, *rows])
-    title = "Which bytes get the heavy branch"
-    return Look(title, f"{blocks} blocks: each gives {part}", key, [counts], [table], tip)
+    return Look("Which bytes get the heavy branch", f"{blocks} blocks: each gives {part}", key, [counts], [table], tip)
 
 
 def _surprise(trace: Trace) -> Look:

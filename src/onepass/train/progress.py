@@ -34,9 +34,9 @@ class Progress:
 
     def update(self, step: int, loss: float, bits: float, speed: float) -> None:
         """Print the state after `step` steps, about LINES times per run."""
-        if step * LINES // self.total == self.line and step != self.total:
+        before, self.line = self.line, step * LINES // self.total
+        if self.line == before and step != self.total:
             return
-        self.line = step * LINES // self.total
         done = step - self.first
         left = timedelta(seconds=round((time.perf_counter() - self.started) / max(done, 1) * (self.total - step)))
         state = f"loss {loss:.3f}  {bits:.2f} bits/byte  {speed:,.0f} tokens/s  {left} left"

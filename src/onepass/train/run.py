@@ -171,8 +171,7 @@ class Run:
             digest.update(line)
         mark = metrics.Mark(length, digest.hexdigest() if length else "")
         if saved.metrics_digest != mark.digest:
-            why = f"it is damaged, or of another run than {checkpoint.NAME}"
-            raise UserError(f"{where} can't be used: {why}; put it back")
+            raise UserError(f"{where}: it is damaged, or of another run than {checkpoint.NAME}; put it back")
         return digest, mark
 
     def rows(self) -> Iterator[metrics.Row]:
