@@ -202,7 +202,7 @@ def measure(
     for name, blocks in ours.items():
         decoder = Decoder(
             blocks, ends.embedding, ends.head, batch=batch, max_tokens=tokens + STEPS * (TURNS + 1) + 8, temperature=0
-        )  # fmt: skip
+        )
 
         def forward(prompt: Tensor, blocks: nn.ModuleList = blocks) -> None:
             x = ends.embedding(prompt)

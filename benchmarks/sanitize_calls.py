@@ -87,11 +87,11 @@ class few_multiprocessors:  # noqa: N801 - used as a function
     """Pretend that the GPU is too small for teams of programs: long rows take the other kernels."""
 
     def __enter__(self) -> None:
-        self.count = geometry._sm_count
-        geometry._sm_count = lambda index: 1  # type: ignore[assignment]
+        self.gpu = gpu = geometry._gpu
+        geometry._gpu = lambda index: gpu(index)._replace(multiprocessors=1)  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        geometry._sm_count = self.count
+        geometry._gpu = self.gpu
 
 
 def _on_few(calls: Iterator[Call]) -> Iterator[Call]:

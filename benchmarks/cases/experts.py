@@ -266,9 +266,7 @@ def _case(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: 
 
 
 def _cases() -> Iterator[Case]:
-    rows = (
-        (16384, 256, 32, 2, 512), (16384, 512, 16, 2, 1024), (32768, 1024, 64, 4, 1024), (32768, 2048, 128, 8, 768)
-    )  # fmt: skip
+    rows = ((16384, 256, 32, 2, 512), (16384, 512, 16, 2, 1024), (32768, 1024, 64, 4, 1024), (32768, 2048, 128, 8, 768))
     for act in ("gelu", "swiglu"):
         for row in rows:
             yield _case(*row, act)

@@ -26,9 +26,7 @@ def gpt2_124m() -> list[tuple[int, ...]]:
 def llama_1b() -> list[tuple[int, ...]]:
     """Return the shapes of Llama 3.2 1B: 16 layers of width 2048, 8 key and value heads of 32, tied embeddings."""
     d, kv, hidden = 2048, 512, 8192
-    layer: list[tuple[int, ...]] = [
-        (d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,),
-    ]  # fmt: skip
+    layer: list[tuple[int, ...]] = [(d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,)]
     return [(128256, d), *(16 * layer), (d,)]
 
 

@@ -25,9 +25,9 @@ def _cases(tokens: int, heads: tuple[int, int], d: int, interleaved: bool, devic
         wq, wk = (torch.randn(d, device=device, dtype=BF16) for _ in range(2))
         angles = torch.arange(tokens, device=device)[:, None] * 10000.0 ** -torch.linspace(0, 1, d // 2, device=device)
         cos, sin = angles.cos(), angles.sin()
-        composed = torch.compile(lambda q, k, wq, wk: tuple(
-            turn(t, w, cos[:, None], sin[:, None]) for t, w in ((q, wq), (k, wk))
-        ))  # fmt: skip
+        composed = torch.compile(
+            lambda q, k, wq, wk: tuple(turn(t, w, cos[:, None], sin[:, None]) for t, w in ((q, wq), (k, wk)))
+        )
         return {
             "onepass": lambda: qk_norm_rope(q, k, wq, wk, cos=cos, sin=sin, interleaved=interleaved),
             "torch.compile": lambda: composed(q, k, wq, wk),

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.nn.count import check_number, check_size
 from onepass.nn.packed import check_mask
+from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import rms_norm
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.topk.op import gates, topk
-from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
+from onepass.ops.weighted_sum.op import weighted_sum
 
 # the original divides by max(|x|, 1e-12); as a mean of squares this is 1e-24 / dim
 _TINY = 1e-24
@@ -121,8 +122,7 @@ class CoordinateDescentRouter(nn.Module):
                 x = x[:, None].expand(-1, self.num_routing_tokens, -1, -1)
                 mask = None if mask is None else mask[:, None].expand(x.shape[:-1])
             return RouterReturn(None, x.new_ones(x.shape[:-1]), x, mask)
-        scores = self.score(x, routing_tokens)
-        indices, chosen = self.choose(scores, num_tokens, mask, random_route)
+        indices, chosen = self.choose(self.score(x, routing_tokens), num_tokens, mask, random_route)
         if not several:
             indices, chosen = indices.squeeze(1), chosen.squeeze(1)
         return RouterReturn(indices, chosen, gather(x, indices), None if mask is None else indices >= 0)

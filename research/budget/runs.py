@@ -23,9 +23,7 @@ FAMILIES = {
     "experts": ("hidden", "window", "every", "chosen", "experts", "top_k", "shared"),
     "routed": ("window", "share", "light"),
 }
-COMMON = (
-    "task", "n", "batch", "width", "depth", "seconds", "rate", "seed", "stream", "weights", "compile", "grams",
-)  # fmt: skip
+COMMON = ("task", "n", "batch", "width", "depth", "seconds", "rate", "seed", "stream", "weights", "compile", "grams")
 WORDS = {"task": ("next", "hidden"), "stream": ("fp32", "bf16"), "weights": ("fp32", "bf16"), "compile": ("no", "yes")}
 HEAD = 64  # channels of a head, in every family
 SIDE = 128  # keys of a block that `chosen` counts

@@ -597,7 +597,7 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": torch.tensor([0, 6], device="meta")}, ValueError, "cu_seqlens is on meta but x is on cpu"),
     ({"cu_seqlens": torch.tensor([0, 6]), "mask": torch.ones(1, 6).bool()}, ValueError, "exclude each other"),
     ({"max_seqlen": 6}, ValueError, "max_seqlen belongs to cu_seqlens"),
-]  # fmt: skip
+]
 
 
 def refused(spec: Layer, call: Callable[[nn.Module], object], error: type[Exception], match: str) -> None:

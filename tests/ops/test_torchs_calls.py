@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         lambda x: _quantized(x, (5, 6)),
         lambda x: [t if t.shape[-1] == 1 else t.view(x.shape) for t in _quantized(x.flatten(-2))],
     ),
-}  # fmt: skip
+}
 
 
 WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {

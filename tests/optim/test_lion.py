@@ -246,7 +246,7 @@ def test_a_state_on_another_device_is_refused() -> None:
         ({"differentiable": True, "low_precision": "remainder"}, ValueError, "not differentiable"),
         ({"decouple_lr": True, "lr": 0.0}, ValueError, "give the param group a 'peak_lr'"),
     ],
-)  # fmt: skip
+)
 def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         Lion([torch.ones(2, requires_grad=True)], **options)

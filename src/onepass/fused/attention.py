@@ -133,8 +133,8 @@ def _attention_backward(
 # the precision of fp32 products decides the tiles of attention
 @partial(replayed, state=torch.get_float32_matmul_precision)
 def _attend(
-    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, *runs: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, *runs: Tensor | None
+) -> tuple[Tensor, ...]:
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
     qkv, q, kv and the results are rows as products have them. `runs`: the fields of the light `Runs`, then the heavy.

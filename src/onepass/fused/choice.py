@@ -112,7 +112,7 @@ def choose_backward(
     if choice.block and state is not None and starts is not None:
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, choice.eps, choice.block, choice.memory, into
-        )  # fmt: skip
+        )
     arguments = indices, state, None, mask, None, None, choice.eps, choice.kind
     ds, _ = op_topk.backward(scores, None, d_gates, *arguments, True, True, False, into)
     assert ds is not None

@@ -33,14 +33,10 @@ def _launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any, 
 def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     """Return x + attention (batch, 1, dim) of one more token of each sequence."""
     light, heavy, position = layer.light, layer.heavy, cache.clock.position
-    keys, dim = cache.heavy.keys, x.shape[-1]
-    x = x.contiguous()
-    light_x, heavy_x, gates = _choose(
-        layer.router_q, cache.queries, x, (light.norm, heavy.norm_q), score_eps, cache.tokens
-    )  # fmt: skip
-    qkv, q = _both(
-        (light_x, light.qkv.weight, None), (heavy_x, heavy.q.weight, None), gates, gelu=False
-    )  # fmt: skip
+    keys, x = cache.heavy.keys, x.contiguous()
+    norms = light.norm, heavy.norm_q
+    light_x, heavy_x, gates = _choose(layer.router_q, cache.queries, x, norms, score_eps, cache.tokens)
+    qkv, q = _both((light_x, light.qkv.weight, None), (heavy_x, heavy.q.weight, None), gates, gelu=False)
     local, update = attend(light, cache.light, qkv), torch.empty_like(q)
     half, parts = heavy.dim_head // 2, min(PARTS, cdiv(keys.shape[1], PART))
     partials = _partials(len(x), heavy, parts, x.device)
@@ -54,7 +50,7 @@ def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
         ), num_warps=4,
     )  # fmt: skip
     _merge(heavy, partials, gates, update)
-    return _sum((local, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
+    return _sum((local, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x)
 
 
 def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None, None), eps: float = 0.0) -> Tensor:
@@ -100,11 +96,10 @@ def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     light_x, heavy_x, gates = _choose(layer.router, cache, x, (light.norm, heavy.norm), score_eps, None)
     light_h, heavy_h = _both(
         (light_x, light.up.weight, light.up.bias), (heavy_x, heavy.up.weight, heavy.up.bias), gates, gelu=True
-    )  # fmt: skip
+    )
     return _sum(
-        (light_h, light.down.weight, light.down.bias), (heavy_h, heavy.down.weight, heavy.down.bias), gates, None, x,
-        x.shape[-1],
-    )  # fmt: skip
+        (light_h, light.down.weight, light.down.bias), (heavy_h, heavy.down.weight, heavy.down.bias), gates, None, x
+    )
 
 
 def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
@@ -161,8 +156,8 @@ def _both(light: Linear, heavy: Linear, gates: Tensor, *, gelu: bool) -> tuple[T
     return y, update
 
 
-def _sum(light: Linear, heavy: Linear, gates: Tensor, null: Tensor | None, x: Tensor, dim: int) -> Tensor:
-    rows, block_n, y = len(gates), 16, torch.empty_like(x)
+def _sum(light: Linear, heavy: Linear, gates: Tensor, null: Tensor | None, x: Tensor) -> Tensor:
+    rows, dim, block_n, y = len(gates), x.shape[-1], 16, torch.empty_like(x)
     k, m = light[1].shape[1], heavy[1].shape[1]
     _launch(
         "sum_kernel", (cdiv(dim, block_n), 1, 1),

@@ -415,9 +415,7 @@ def counts(mask: Tensor, share: tuple[int, int]) -> Tensor:
     rows = as_rows(mask.view(torch.uint8))
     out = torch.empty(len(rows), dtype=torch.float32, device=mask.device)
     block = min(TOKENS, next_power_of_2(mask.shape[1]))
-    launch(
-        count_kernel, (len(rows), 1, 1), (rows, out), (rows.stride(0), rows.shape[1], *share), (block,), num_warps=4
-    )  # fmt: skip
+    launch(count_kernel, (len(rows), 1, 1), (rows, out), (rows.stride(0), rows.shape[1], *share), (block,), num_warps=4)
     return out
 
 

@@ -181,7 +181,7 @@ def turned(x_ptr, weight_ptr, channel, cos, sin, eps, HALF: tl.constexpr):
 @triton.jit
 def more_keys(
     m, weight, acc, left, right, keys_ptr, values_ptr, rows, visible, scale, HALF: tl.constexpr, BLOCK_H: tl.constexpr
-):  # fmt: skip
+):
     """Return the running maximum, sum of weights and weighted sum of values, with the keys at `rows` added."""
     channel, wide = tl.arange(0, BLOCK_H), tl.arange(0, 2 * BLOCK_H)
     mask = visible[:, None] & (channel < HALF)[None, :]
@@ -200,9 +200,7 @@ def more_keys(
 
 
 @triton.jit
-def store_part(
-    m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr
-):  # fmt: skip
+def store_part(m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):
     """Store the sums and the maximum of one part of the keys, for `merge_kernel`."""
     wide = tl.arange(0, 2 * BLOCK_H)
     tl.store(weights_ptr + at, weight)
@@ -245,7 +243,7 @@ def near_kernel(
         tl.store(values_ptr + row + wide, value, mask=wide < WIDTH)
         m = scale * tl.sum(
             q_left.to(tl.float32) * k_left.to(tl.float32) + q_right.to(tl.float32) * k_right.to(tl.float32), 0
-        )  # fmt: skip
+        )
         weight, acc = 1.0, value.to(tl.float32)
     max_age = i
     if WINDOW:
@@ -258,7 +256,7 @@ def near_kernel(
         rows = ((b * PLACES + place) * HEADS + h) * WIDTH
         m, weight, acc = more_keys(
             m, weight, acc, q_left, q_right, keys_ptr, values_ptr, rows, visible, scale, HALF, BLOCK_H
-        )  # fmt: skip
+        )
     if PARTS == 1:
         kind = out_ptr.dtype.element_ty
         tl.store(out_ptr + (b * HEADS + h) * WIDTH + wide, (acc / weight).to(kind), mask=wide < WIDTH)
@@ -296,7 +294,7 @@ def far_kernel(
             rows = ((b * PLACES + place) * HEADS + h) * WIDTH
             m, weight, acc = more_keys(
                 m, weight, acc, left, right, keys_ptr, values_ptr, rows, place < end, scale, HALF, BLOCK_H
-            )  # fmt: skip
+            )
         at = (b * HEADS + h) * PARTS + part
         store_part(m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH, BLOCK_H)
 

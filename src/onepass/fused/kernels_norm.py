@@ -143,10 +143,7 @@ def backward_kernel(
             x = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
             g = tl.load(dy_ptr + (rows * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
             ns = ns + (x * rstd,)
-            if partials_ptr is not None:
-                new_dws = new_dws + (dws[i] + g * ns[i],)
-            else:
-                new_dws = new_dws + (dws[i],)
+            new_dws = new_dws + (dws[i] + g * ns[i] if partials_ptr is not None else dws[i],)
             if w_ptr is not None:
                 g *= ws[i]
             gs = gs + (g,)

@@ -247,7 +247,7 @@ class RoutedAttention(Layer):
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(
             RouterOutput(indices_q, gates_q, scores_q), RouterOutput(indices_kv, gates_kv, scores_kv)
-        )  # fmt: skip
+        )
 
     def quota(self, n: int) -> int | float:
         """Return how many keys and values each window gives for n > 0 tokens, or which share of its real tokens."""

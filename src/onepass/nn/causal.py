@@ -97,7 +97,7 @@ class CausalRouter(Router):
 
 def router_of_windows(
     dim: int, window: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> CausalRouter:  # fmt: skip
+) -> CausalRouter:
     """Return the router of a layer with local windows: its memory is a whole number of windows."""
     memory = max(1, MEMORY // window) * window
     return CausalRouter(dim, block=window, memory=memory, device=device, dtype=dtype)

@@ -57,7 +57,7 @@ class _Explore(torch.autograd.Function):
     @staticmethod
     def forward(
         y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, in_place: bool
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return y if in_place else y.view_as(y)
 
     @staticmethod

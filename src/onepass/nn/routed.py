@@ -88,9 +88,7 @@ class Routed(Layer):
         torch.Size([2, 40, 16])
     """
 
-    def __init__(
-        self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float, **gone: NoReturn
-    ) -> None:  # fmt: skip
+    def __init__(self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float, **gone: NoReturn) -> None:
         super().__init__()
         check_count(type(self).__name__, "k", k)
         refuse_gone(type(self).__name__, gone)

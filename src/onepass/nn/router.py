@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.fused.choice import Choice, decide
-from onepass.ops.routing.op import MAX_VECTORS, score
+from onepass.ops._shared.arguments import MAX_VECTORS
+from onepass.ops.routing.op import score
 from onepass.ops.soft_topk.op import KINDS
 
 from .count import check_number, check_size, count, refuse_gone

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
+from onepass.ops._shared.arguments import MAX_VECTORS
+from onepass.ops.weighted_sum.op import weighted_sum
 
 from .count import check_int, check_size
 

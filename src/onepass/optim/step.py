@@ -247,9 +247,8 @@ class Work:
             row = Row._make(t.to(p.device) if isinstance(t, Tensor) else t for t in row)
             mean = partial(global_mean, self.params[j]) if is_sharded(self.params[j]) else torch.mean
             plain_(
-                p, g, m, columns.extras[j], row, columns.scales[j],
-                differentiable=group["differentiable"], mean=mean,
-            )  # fmt: skip
+                p, g, m, columns.extras[j], row, columns.scales[j], differentiable=group["differentiable"], mean=mean
+            )
 
 
 def _factor(scalars: Scalars) -> float | Tensor | None:

@@ -23,9 +23,7 @@ from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
 from onepass.train.trace import trace
 
 # options that decide the result, named as in a configuration
-SETTINGS = (
-    "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads",
-)  # fmt: skip
+SETTINGS = ("preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 import onepass
 from harness import Sample, call, close, float64, waiting_is_an_error
 from onepass.core.launch import INTERPRET
+from onepass.core.launch.geometry import Gpu
 from onepass.ops.experts import choice, definition
 
 BF16, EXAMPLES = torch.bfloat16, 12 if INTERPRET else 40
@@ -157,12 +158,10 @@ def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> 
 def test_what_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's products: only matrices that they take, on GPUs where they don't wait. Few choices: rows within int32."""
     products, few = (pytest.importorskip(f"onepass.ops.experts.kernels_{name}") for name in ("products", "few"))
-    for capability, waits in (((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, of=capability: of)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: None)
-        assert products._gpu.__wrapped__(0)[0] is waits
-    monkeypatch.setattr(products, "_waits_and_shares", lambda x: (False, False))
     x, ends = torch.randn(16, 16).bfloat16(), torch.arange(2, 17, 2, dtype=torch.int32)
+    for capability, waits in (((8, 9), True), ((12, 0), True), ((10, 3), False), ((9, 0), False)):
+        monkeypatch.setattr(products, "gpu", lambda x, of=capability: Gpu(132, 49152, of))
+        assert products.takes(x, torch.zeros(8, 16, 32, dtype=BF16)) is waits
     by_torch = [((512, 32, 1), 0), ((512, 1, 16), 0), ((32, 256, 1), 0), ((640, 40, 1), 8)]
     others = [((1, 256, 8), 0), ((512, 32, 1), 1), ((0, 32, 1), 0), ((512, 8, 1), 0), ((512, 36, 1), 0)]
     for strides, start in (*by_torch, *others):

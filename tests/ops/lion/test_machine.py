@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
             groups = [
                 {"params": [p.detach().clone().requires_grad_() for p in g["params"]], "peak_lr": 0.25}
                 for g in self.optimizer.param_groups
-            ]  # fmt: skip
+            ]
             other = Lion(groups, lr=0.4375)
             other.load_state_dict(state)
             # stepping the first writes into no state of the second

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Gpu(NamedTuple):
+    """What launch shapes ask of a GPU: multiprocessors, bytes of shared memory of a program, compute capability."""
+
+    multiprocessors: int
+    shared: int
+    capability: tuple[int, int]
+
+
 @functools.cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _gpu(index: int) -> Gpu:
+    about = torch.cuda.get_device_properties(index)
+    shared = getattr(about, "shared_memory_per_block_optin", 49152)
+    return Gpu(about.multi_processor_count, shared, torch.cuda.get_device_capability(index))
+
+
+def gpu(x: Tensor) -> Gpu:
+    """Return what x's GPU has; under the interpreter, where programs run in sequence, few multiprocessors."""
+    return _gpu(x.device.index) if x.is_cuda else Gpu(4, 232448, (0, 0))
 
 
 def sm_count(x: Tensor) -> int:
-    """Return the number of multiprocessors of x's GPU (4 under the interpreter, where programs run in sequence)."""
-    return _sm_count(x.device.index) if x.is_cuda else 4
+    """Return the number of multiprocessors of x's GPU."""
+    return gpu(x).multiprocessors
 
 
 def cdiv(a: int, b: int) -> int:

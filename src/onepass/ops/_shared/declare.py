@@ -158,8 +158,7 @@ def declare(
     # arguments per row are checked before they are split
     checks = {"check_fake": names["check_taken"]} if per_row else {"check": names["check"]}
     bound, forward_op, backward_op = operator(
-        name, forward, backward, ("y", *states), fake=fake, ways=ways, **checks, replay=replay,
-        rows=True,
-    )  # fmt: skip
+        name, forward, backward, ("y", *states), fake=fake, ways=ways, **checks, replay=replay, rows=True
+    )
     names["bound"] = bound
     return names["call"] if per_row else bound, forward, backward, forward_op, backward_op

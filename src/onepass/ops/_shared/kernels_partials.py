@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from onepass.core.launch import cdiv, launch, next_power_of_2
+from onepass.core.launch import cdiv, gpu, launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["n_partials", "n_units"])
@@ -88,14 +86,9 @@ def vector_partials_kernel(
         tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
 
 
-@functools.cache
-def _has_dependent_launch(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
-
-
 def dependent_launch(x: Tensor) -> bool:
     """Return whether a kernel may start before the previous one ends and wait for it inside (sm_90 on)."""
-    return x.is_cuda and _has_dependent_launch(x.device.index)
+    return torch.version.hip is None and gpu(x).capability >= (9, 0)
 
 
 def add_vector_partials(

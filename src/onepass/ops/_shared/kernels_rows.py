@@ -41,28 +41,20 @@ TILE = 4096
 def tile_rows(BLOCK_R: tl.constexpr):
     """Return the rows of this program."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
-    if BLOCK_R > 1:
-        first += tl.arange(0, BLOCK_R)[:, None]
-    return first
+    return first + tl.arange(0, BLOCK_R)[:, None] if BLOCK_R > 1 else first
 
 
 @triton.jit
 def tile_cols(first, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return BLOCK_C columns from `first` on."""
     cols = first + tl.arange(0, BLOCK_C)
-    if BLOCK_R > 1:
-        cols = cols[None, :]
-    return cols
+    return cols[None, :] if BLOCK_R > 1 else cols
 
 
 @triton.jit
 def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
     """Return the mask of a tile: where it lies inside the tensor."""
-    if BLOCK_R > 1:
-        inside = (rows < n_rows) & (cols < n_cols)
-    else:
-        inside = cols < n_cols
-    return inside
+    return (rows < n_rows) & (cols < n_cols) if BLOCK_R > 1 else cols < n_cols
 
 
 @triton.jit
@@ -80,9 +72,7 @@ def row_max(x, BLOCK_R: tl.constexpr):
 @triton.jit
 def largest(x, BLOCK_R: tl.constexpr):
     """Return the maximum over the rows of one value per row."""
-    if BLOCK_R > 1:
-        x = tl.max(x)
-    return x
+    return tl.max(x) if BLOCK_R > 1 else x
 
 
 @triton.jit

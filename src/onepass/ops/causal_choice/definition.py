@@ -74,9 +74,7 @@ def nothing(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.new_zeros(len(scores), k, dtype=torch.int64), gates
 
 
-def _gates(
-    scores: Tensor, mask: Tensor | None, indices: Tensor, thresholds: Tensor, eps: float, block: int
-) -> Tensor:  # fmt: skip
+def _gates(scores: Tensor, mask: Tensor | None, indices: Tensor, thresholds: Tensor, eps: float, block: int) -> Tensor:
     """Return the gates of the chosen tokens, with a gradient through their thresholds."""
     threshold = per_token(thresholds, scores.shape[1], block)
     chosen, columns = indices >= 0, indices.clamp_min(0)

@@ -34,10 +34,10 @@ INTS = [
 
 
 @triton.jit
-def load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, inside, HAS_MASK: tl.constexpr):
+def load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, inside):
     """Load scores as fp32; return them, and which belong to real tokens."""
     s = tl.load(s_ptr + s_row + cols, mask=inside, other=0.0).to(tl.float32)
-    if HAS_MASK:
+    if mask_ptr is not None:
         inside = inside & (tl.load(mask_ptr + mask_row + cols, mask=inside, other=0) != 0)
     return s, inside
 
@@ -67,7 +67,7 @@ def ranked(s, real, numerator, denominator):
 @triton.jit
 def look_back_in_first(
     s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block,
-    HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Store thresholds of some tokens of the first block, each from the tokens before it.
 
@@ -76,28 +76,28 @@ def look_back_in_first(
     cols = tl.arange(0, BLOCK_C)
     token = part * BLOCK_R + tl.arange(0, BLOCK_R)
     length = tl.minimum(block, n_cols)
-    s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, cols < length, HAS_MASK)
+    s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, cols < length)
     threshold = ranked(s[None, :], real[None, :] & (cols[None, :] < token[:, None]), numerator, denominator)
     tl.store(threshold_ptr + token, threshold, mask=token < block)
-    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, token, token < length, HAS_MASK)
+    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, token, token < length)
     return tl.sum((block_real & (block_s > threshold)).to(tl.int32), 0), tl.sum(block_real.to(tl.int32), 0)
 
 
 @triton.jit
 def look_back(
     s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, b, n_cols, numerator, denominator, block, memory,
-    HAS_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Store the threshold of a later block; return how many of its tokens exceed it, and how many are real."""
     start = b * block
     past = start - memory + tl.arange(0, BLOCK_M)
     inside = (past >= 0) & (past < start)
-    s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, past, inside, HAS_MASK)
+    s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, past, inside)
     threshold = ranked(s[None, :], real[None, :], numerator, denominator)
     tl.store(threshold_ptr + block - 1 + b + tl.arange(0, 1), threshold)
     cols = tl.arange(0, BLOCK_C)
     inside = (cols < block) & (start + cols < n_cols)
-    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, start + cols, inside, HAS_MASK)
+    block_s, block_real = load_scores(s_ptr, mask_ptr, s_row, mask_row, start + cols, inside)
     return tl.sum((block_real & (block_s > threshold)).to(tl.int32), 0), tl.sum(block_real.to(tl.int32), 0)
 
 
@@ -117,7 +117,6 @@ def threshold_kernel(
     memory,
     n_blocks,
     n_first,
-    HAS_MASK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -130,16 +129,16 @@ def threshold_kernel(
     threshold_ptr += row * (block + n_blocks - 1)
     if part < n_first:
         n_above, n_real = look_back_in_first(
-            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block, HAS_MASK,
-            BLOCK_R, BLOCK_C,
+            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block, BLOCK_R,
+            BLOCK_C,
         )  # fmt: skip
     else:
         n_above, n_real = look_back(
             s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part - n_first + 1, n_cols, numerator, denominator, block,
-            memory, HAS_MASK, BLOCK_M, BLOCK_C,
+            memory, BLOCK_M, BLOCK_C,
         )  # fmt: skip
     tl.store(above_ptr + row * programs + part, n_above)
-    if HAS_MASK:
+    if mask_ptr is not None:
         tl.store(real_ptr + row * programs + part, n_real)
 
 
@@ -165,13 +164,13 @@ def smaller(a, b):
 @triton.jit
 def load_block(
     s_ptr, mask_ptr, threshold_ptr, row, b, s_row_stride, mask_row_stride, n_cols, block, n_blocks,
-    HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Return for blocks b (N, 1): tokens, scores, thresholds, which tokens exist, and which of these are real."""
     cols = tl.arange(0, BLOCK_C)[None, :]
     token = b * block + cols
     inside = (b < n_blocks) & (cols < block) & (token < n_cols)
-    s, real = load_scores(s_ptr, mask_ptr, row * s_row_stride, row * mask_row_stride, token, inside, HAS_MASK)
+    s, real = load_scores(s_ptr, mask_ptr, row * s_row_stride, row * mask_row_stride, token, inside)
     place = tl.where(b == 0, cols, block - 1 + b)
     threshold = tl.load(threshold_ptr + row * (block + n_blocks - 1) + place, mask=inside, other=0.0)
     return token, s, threshold, inside, real
@@ -197,7 +196,6 @@ def choose_kernel(
     n_blocks,
     n_first,
     eps,
-    HAS_MASK: tl.constexpr,
     N_FIRST: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -210,7 +208,7 @@ def choose_kernel(
     parts = tl.arange(0, N_FIRST)
     in_first = tl.sum(tl.load(above_ptr + parts, mask=parts < n_first, other=0), 0)
     real_in_first = block
-    if HAS_MASK:
+    if mask_ptr is not None:
         real_ptr += row * (n_first + n_blocks - 1)
         real_in_first = tl.sum(tl.load(real_ptr + parts, mask=parts < n_first, other=0), 0)
     # taken(b) = min(taken(b - 1) + n_above(b), budget(b)), STEP blocks at a time, with `real_passed` tokens before them
@@ -221,7 +219,7 @@ def choose_kernel(
         earlier_block = b < begin
         n_above = load_count(above_ptr, b, earlier_block, n_first, in_first)
         earlier = b * block
-        if HAS_MASK:
+        if mask_ptr is not None:
             n_real = load_count(real_ptr, b, earlier_block, n_first, real_in_first)
             earlier = real_passed + tl.cumsum(n_real, 0) - n_real
             real_passed += tl.sum(n_real, 0)
@@ -234,7 +232,7 @@ def choose_kernel(
     above_before = tl.cumsum(n_above, 0) - n_above
     earlier = b * block
     previous = earlier - block
-    if HAS_MASK:
+    if mask_ptr is not None:
         n_real = load_count(real_ptr, b, inside, n_first, real_in_first)
         earlier = real_passed + tl.cumsum(n_real, 0) - n_real
         previous = earlier - load_count(real_ptr, b - 1, inside & (b > begin), n_first, real_in_first)
@@ -243,9 +241,8 @@ def choose_kernel(
     room = tl.minimum(budget(earlier, k, numerator, denominator, block) - in_before, n_above)
     tl.store(start_ptr + row * (n_blocks + 1) + b, in_before, mask=inside)
     token, s, threshold, _, real = load_block(
-        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
-        HAS_MASK, BLOCK_C,
-    )  # fmt: skip
+        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks, BLOCK_C
+    )
     above = real & (s > threshold)
     rank = tl.cumsum(above.to(tl.int32), 1)
     chosen = above & (rank <= room[:, None])
@@ -286,7 +283,6 @@ def sums_kernel(
     block,
     n_blocks,
     eps,
-    HAS_MASK: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -294,9 +290,8 @@ def sums_kernel(
     row = (tl.program_id(0) // programs).to(tl.int64)
     b = (tl.program_id(0) % programs) * BLOCK_B + tl.arange(0, BLOCK_B)
     _, s, threshold, _, real = load_block(
-        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
-        HAS_MASK, BLOCK_C,
-    )  # fmt: skip
+        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks, BLOCK_C
+    )
     gate = tl.sigmoid((s - threshold) / eps)
     slope = tl.where(real, gate * (1.0 - gate), 0.0)
     inside = b < n_blocks
@@ -351,7 +346,6 @@ def gradient_kernel(
     block,
     n_blocks,
     eps,
-    HAS_MASK: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -370,14 +364,11 @@ def gradient_kernel(
     share, weight, weighted = load_shares(sums_ptr, begin, b, n_blocks, weight, weighted)
     later_shares = tl.sum(share, 0) - tl.cumsum(share, 0)
     for start in range(begin + BLOCK_B, n_blocks, STEP):
-        shares, weight, weighted = load_shares(
-            sums_ptr, start, start + tl.arange(0, STEP), n_blocks, weight, weighted
-        )  # fmt: skip
+        shares, weight, weighted = load_shares(sums_ptr, start, start + tl.arange(0, STEP), n_blocks, weight, weighted)
         later_shares += tl.sum(shares, 0)
     token, s, threshold, present, real = load_block(
-        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
-        HAS_MASK, BLOCK_C,
-    )  # fmt: skip
+        s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks, BLOCK_C
+    )
     gate = tl.sigmoid((s - threshold) / eps)
     slope = tl.where(real, gate * (1.0 - gate), 0.0)
     starts = start_ptr + row * (n_blocks + 1) + b
@@ -450,13 +441,13 @@ def forward(
     launch(
         threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, n_above, n_real),
         (s.stride(0), mask_row, n, *share, block, memory, plan.n_blocks, plan.n_first),
-        (mask is not None, plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
+        (plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
     )  # fmt: skip
     launch(
         choose_kernel, (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1),
         (s, masks, thresholds, n_above, n_real, indices, gates, starts),
         (s.stride(0), mask_row, n, k, *share, block, plan.n_blocks, plan.n_first, eps),
-        (mask is not None, next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
+        (next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
     )  # fmt: skip
     return gates, indices, thresholds, starts
 
@@ -475,11 +466,6 @@ def backward(
     grid = (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1)
     inputs = (s, masks, thresholds, gates, starts, g_gates.contiguous())
     numbers = (s.stride(0), mask_row, n, gates.shape[1], block, plan.n_blocks, eps)
-    launch(
-        sums_kernel, grid, (*inputs, sums), numbers, (mask is not None, plan.block_b, plan.block_c), num_warps=4
-    )  # fmt: skip
-    launch(
-        gradient_kernel, grid, (*inputs, sums, ds), numbers,
-        (mask is not None, plan.step, plan.block_b, plan.block_c), num_warps=4,
-    )  # fmt: skip
+    launch(sums_kernel, grid, (*inputs, sums), numbers, (plan.block_b, plan.block_c), num_warps=4)
+    launch(gradient_kernel, grid, (*inputs, sums, ds), numbers, (plan.step, plan.block_b, plan.block_c), num_warps=4)
     return ds

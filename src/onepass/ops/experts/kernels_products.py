@@ -6,14 +6,12 @@ and activation take. On other GPUs torch's make the host wait.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, gpu, launch, next_power_of_2, replayed
 from onepass.ops._shared.kernels_partials import add_partials
 
 from .kernels_rows import INTS, activation_parts, gather_sum, order
@@ -141,22 +139,17 @@ def weights_kernel(
     tl.store(out_ptr + (e * P + p) * Q + q, total.to(out_ptr.dtype.element_ty), mask=(p < P) & (q < Q))
 
 
-@cache
-def _gpu(index: int) -> tuple[bool, bool]:
-    """Return whether torch's grouped product of bf16 makes the host wait, and whether programs have 227 KB to share."""
-    shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
-    return torch.cuda.get_device_capability(index)[0] not in (9, 10), shared >= 232448
-
-
-def _waits_and_shares(x: Tensor) -> tuple[bool, bool]:
-    return _gpu(x.device.index) if x.is_cuda else (True, True)
+def _shares_much(x: Tensor) -> bool:
+    """Return whether a program has 227 KB of shared memory."""
+    return gpu(x).shared >= 232448
 
 
 def takes(x: Tensor, *matrices: Tensor) -> bool:
     """Return whether these products compute the experts' layer, not torch's with `kernels_rows` around them."""
-    torch_waits, shares_much = _waits_and_shares(x)
+    # on others torch's grouped product of bf16 makes the host wait
+    torch_waits = gpu(x).capability[0] not in (9, 10)
     few_elements = matrices[-1].shape[1] * matrices[-1].shape[2] <= MOST
-    if torch_waits or x.dtype != torch.bfloat16 or (shares_much and few_elements):
+    if torch_waits or x.dtype != torch.bfloat16 or (few_elements and _shares_much(x)):
         return True
     # torch takes matrices that lie row by row or column by column, in rows of whole 16 bytes
     by_row = [m if m.stride(2) == 1 else m.mT for m in matrices]
@@ -173,7 +166,7 @@ def _rows_tile(x: Tensor, m: int, follows: str = "", gated: bool = False) -> tup
     """Return rows, columns and depth of a tile, warps, stages, and whether what follows takes half of the columns."""
     if x.element_size() > 2:
         return 64, 64, 32, 4, 3, False
-    if follows == "forward" or not _waits_and_shares(x)[1]:
+    if follows == "forward" or not _shares_much(x):
         return 128, 128, 64, 8, 3, follows == "backward"
     # wide tiles where there are enough of them for all multiprocessors
     is_wide = not follows and m % 256 == 0 and m >= 512
@@ -239,7 +232,7 @@ def weight_product(tokens: Tensor, hidden: Tensor, rows: Tensor, ends: Tensor, b
     p, q = a.shape[1], b.shape[1]
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)
     block_n, block_p, block_q, warps, stages = 32, 64, 64, 4, 5
-    if a.element_size() == 2 and _waits_and_shares(a)[1]:
+    if a.element_size() == 2 and _shares_much(a):
         block_n, block_p, block_q, warps = 64, 128, 128 if p % 256 or q % 256 else 256, 8
     constants = (*ks, p, q, a.stride(0), b.stride(0), block_n, block_p, block_q)
     grid = experts * cdiv(p, block_p) * cdiv(q, block_q), 1, 1

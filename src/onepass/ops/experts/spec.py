@@ -75,6 +75,6 @@ _BAD_CALLS = (
     _bad("no gate", ValueError, "dim, 2·hidden.* pass torch.cat", _X, _I, _W, _UP, _DOWN, activation="swiglu"),
     BadCall("odd width", _odd_width, ValueError, "multiples of 8 in torch.bfloat16 on a GPU, got 12 and 16; append"),
     BadCall("order", lambda: expert_order(_I[0], 3), ValueError, r"indices must be \(tokens, k\)"),
-)  # fmt: skip
+)
 
 SPECS = [Spec("experts", experts, definition.experts, _samples, _BAD_CALLS)]

@@ -462,13 +462,13 @@ def backward_kernel(
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
     if TABLE:
         entry = tl.program_id(0).to(tl.int64)
-        program, programs = tl.program_id(1), tl.num_programs(1)
-        n_places = n_rows // n_entries
+        program, programs, n_places = tl.program_id(1), tl.num_programs(1), n_rows // n_entries
         if w_ptr is not None:
             w_ptr += entry * N_COLS
         if b_ptr is not None:
             b_ptr += entry * N_COLS
     else:
+        entry, n_entries = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
         program, programs, n_places = tl.program_id(0), tl.num_programs(0), n_rows
     ws = ()
     bs = ()
@@ -538,14 +538,8 @@ def backward_kernel(
                     dz_offsets = (rows * N_COLS)[:, None] + cols[None, :]
                     store(dz_ptr, dz_offsets, g * ungated * slope, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
                 g *= gate
-            if NEED_W:
-                new_dw = new_dw + (dw[i] + g * n,)
-            else:
-                new_dw = new_dw + (dw[i],)
-            if NEED_B:
-                new_db = new_db + (db[i] + g,)
-            else:
-                new_db = new_db + (db[i],)
+            new_dw = new_dw + (dw[i] + g * n if NEED_W else dw[i],)
+            new_db = new_db + (db[i] + g if NEED_B else db[i],)
             if w_ptr is not None:
                 g *= ws[i][None, :]
             ns = ns + (n,)
@@ -600,15 +594,9 @@ def backward_kernel(
     if NEED_W or NEED_B:
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-            if TABLE:
-                out = partials_ptr + (entry * programs + program) * N_COLS
-            else:
-                out = partials_ptr + program.to(tl.int64) * N_COLS
+            out = partials_ptr + (entry * programs + program) * N_COLS
             if NEED_W:
                 tl.store(out + cols, tl.sum(dw[i], 0), mask=cols < N_COLS)
-                if TABLE:
-                    out += programs * n_entries.to(tl.int64) * N_COLS
-                else:
-                    out += tl.num_programs(0).to(tl.int64) * N_COLS
+                out += programs * n_entries.to(tl.int64) * N_COLS
             if NEED_B:
                 tl.store(out + cols, tl.sum(db[i], 0), mask=cols < N_COLS)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, even_rows, launch, next_power_of_2, sm_count
+from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, even_rows, gpu, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from .definition import Needs, Options, Results, Table, results
@@ -265,17 +265,6 @@ def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -
     return Team(cols, size, warps, rows, lag, 1 + max(0, min(2, buffers)), per_sm, itemsize == 2 or size >= 32)
 
 
-@functools.cache
-def _properties(index: int) -> tuple[int, bool]:
-    shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 49152)
-    return shared, torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
-
-
-def _shared_memory_and_e4m3(x: Tensor) -> tuple[int, bool]:
-    """Return a program's bytes of shared memory, and whether the GPU rounds to e4m3 in one instruction."""
-    return _properties(x.device.index) if x.is_cuda else (232448, False)
-
-
 def _rows(t: Tensor | None, n_cols: int, even: bool = False) -> tuple[Tensor | None, int]:
     """Return t as (rows, n) with unit column stride, and its row stride; 0 for None.
 
@@ -287,13 +276,6 @@ def _rows(t: Tensor | None, n_cols: int, even: bool = False) -> tuple[Tensor | N
         return aligned(t) if even else t, n_cols
     rows = even_rows(as_rows(t), 8) if even else as_rows(t)
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
-
-
-def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty contiguous tensor like t, of `dtype` if given."""
-    if t.is_contiguous():
-        return torch.empty_like(t, dtype=dtype)
-    return torch.empty(t.shape, dtype=dtype or t.dtype, device=t.device)
 
 
 def _gate_constant(gate: Tensor | None, options: Options) -> int:
@@ -332,7 +314,10 @@ def forward(
     weight, bias = (v if v is None else aligned(v.contiguous()) for v in (weight, bias))
     stats = None
     itemsize = (x if s is None else s).element_size()
-    stored_codes = codes if codes is None or not _shared_memory_and_e4m3(x)[1] else codes.view(torch.float8_e4m3fn)
+    stored_codes = codes
+    if codes is not None and torch.version.hip is None and gpu(x).capability >= (8, 9):
+        # such a GPU rounds to e4m3 in one instruction
+        stored_codes = codes.view(torch.float8_e4m3fn)
     vec = math.gcd(8, n_cols)
     # a 16-bit layer norm is faster by one program a row up to twice the width
     one_program = n_cols <= MAX_FORWARD_COLS * (2 if options.has_mean and itemsize == 2 else 1)
@@ -373,9 +358,8 @@ def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, st
         return True
     if gate is not None or stable or table.entries > 1 or INTERPRET or torch.version.hip is not None:
         return False
-    shared, _ = _shared_memory_and_e4m3(x)
     # the programs of a team poll, so they must run at the same time
-    return 2 * backward_team(n_cols, itemsize, 2, shared).size <= sm_count(x)
+    return 2 * backward_team(n_cols, itemsize, 2, gpu(x).shared).size <= sm_count(x)
 
 
 def backward(
@@ -387,11 +371,11 @@ def backward(
     n_rows = x.numel() // n_cols
     in_team = n_cols > MAX_BACKWARD_COLS
     # a team computes dx in any case
-    dx = _empty(x) if needs.need_x or in_team else None
-    dx_copy = _empty(x, x_dtype) if needs.need_x and x_dtype != x.dtype and not in_team else None
-    dz = _empty(gate) if needs.need_z and gate is not None else None
-    dw = _empty(weight) if needs.need_w and weight is not None else None
-    db = _empty(bias) if needs.need_b and bias is not None else None
+    dx = x.new_empty(x.shape) if needs.need_x or in_team else None
+    dx_copy = x.new_empty(x.shape, dtype=x_dtype) if needs.need_x and x_dtype != x.dtype and not in_team else None
+    dz = gate.new_empty(gate.shape) if needs.need_z and gate is not None else None
+    dw = weight.new_empty(weight.shape) if needs.need_w and weight is not None else None
+    db = bias.new_empty(bias.shape) if needs.need_b and bias is not None else None
     weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
     n_sums = (dw is not None) + (db is not None)
     itemsize = max(t.element_size() for t in (x, dy, gate) if t is not None)
@@ -405,7 +389,7 @@ def backward(
     strides = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows)
     needed = (dw is not None, db is not None)
     n_read = 2 + (ds is not None) + (gate is not None)
-    entries, (shared, _) = table.entries, _shared_memory_and_e4m3(x)
+    entries, shared = table.entries, gpu(x).shared
     if in_team:
         team = backward_team(n_cols, itemsize, n_read, shared)
         programs = team.teams(n_rows, sm_count(x))

@@ -123,9 +123,13 @@ def _rotate(a, b, cos, sin):
 
 
 @triton.jit
-def _squares(a, b):
-    """Return a² + b² as one rounded product and one fma, for the same reason."""
-    return tl.fma(a, a, b * b)
+def _normed(a, b, c, eps, h):
+    """Return a row's parts over its root mean square, and its inverse; a² + b² is an fma for the same reason."""
+    square = tl.sum(tl.fma(a, a, b * b), 1)
+    if h.rest > 0:
+        square += tl.sum(c * c, 1)
+    rstd = tl.rsqrt(square / h.d + eps)[:, None]
+    return a * rstd, b * rstd, c * rstd, rstd
 
 
 @triton.jit
@@ -143,11 +147,7 @@ def _forward_rows(x_ptr, w_ptr, y_ptr, tile, n_rows, heads, tokens, strides, ang
     ok = rows < n_rows
     a, b, c = _load_parts(x_ptr, _offsets(rows, heads, tokens, strides, h.vec), ok, h)
     cos, sin = _angles(rows, ok, heads, tokens, h, *angles)
-    square = tl.sum(_squares(a, b), 1)
-    if h.rest > 0:
-        square += tl.sum(c * c, 1)
-    rstd = tl.rsqrt(square / h.d + eps)[:, None]
-    a, b, c = a * rstd, b * rstd, c * rstd
+    a, b, c, _ = _normed(a, b, c, eps, h)
     if w_ptr is not None:
         wa, wb, wc = _load_weight(w_ptr, ok, h)
         a, b = a * (wa + offset), b * (wb + offset)
@@ -233,11 +233,7 @@ def _backward_rows(
         da, db, gc = _load_parts(dy_ptr, dy_offsets, ok, h)
         cos, sin = _angles(rows, ok, heads, tokens, h, *angles)
         ga, gb = _rotate(da, db, cos, -sin)
-        square = tl.sum(_squares(a, b), 1)
-        if h.rest > 0:
-            square += tl.sum(c * c, 1)
-        rstd = tl.rsqrt(square / h.d + eps)[:, None]
-        a, b, c = a * rstd, b * rstd, c * rstd
+        a, b, c, rstd = _normed(a, b, c, eps, h)
         if dw_ptr is not None:
             dwa += ga * a
             dwb += gb * b

@@ -92,11 +92,6 @@ def _way(q: Tensor, k: Tensor, *others: Tensor | None) -> Any:
     return _kernels() if uses_triton(q, k, *others) and (q.numel() or k.numel()) else definition
 
 
-def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    new_q, new_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    return new_q, new_k
-
-
 def _backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
     sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool, need_q: bool, need_k: bool,
@@ -109,8 +104,8 @@ def _backward(
 
 
 _call, forward_op, backward_op = operator(
-    OP, _forward, _backward, ("new_q", "new_k"), fake=lambda q, k, *rest: _empty(q, k), ways=ways, check=_check,
-    n_public=2, replay=True,
+    OP, _forward, _backward, ("new_q", "new_k"), ways=ways, check=_check, n_public=2, replay=True,
+    fake=lambda q, k, *rest: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )  # fmt: skip
 
 

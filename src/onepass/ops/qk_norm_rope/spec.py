@@ -76,13 +76,4 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
     return {"qk_norm_rope": rotated}
 
 
-SPECS = [
-    Spec(
-        name="qk_norm_rope",
-        op=qk_norm_rope,
-        reference=definition.forward,
-        samples=_samples,
-        bad_calls=tuple(_bad_calls()),
-        of_rows=_of_rows,
-    ),
-]
+SPECS = [Spec("qk_norm_rope", qk_norm_rope, definition.forward, _samples, tuple(_bad_calls()), of_rows=_of_rows)]

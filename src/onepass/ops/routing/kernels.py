@@ -157,9 +157,8 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, s
 
 @replayed
 def add_backward(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool,
-    shift: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool, shift: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """Return du and dg for dy (batch, n, d); update, gates and indices are contiguous, of any number of routes."""
     dy, batch_stride, row_stride = strided(dy)
     (batch, n, d), total = dy.shape, indices.numel()

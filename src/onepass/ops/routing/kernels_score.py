@@ -134,7 +134,7 @@ def backward_kernel(
 
 
 @replayed
-def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return scores (batch, R, n) and 1/rms (batch, n) for x (batch, n, d) and vectors (R, d), contiguous."""
     x, vectors = even_rows(strided(x)[0], 8), aligned(vectors)
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
@@ -158,7 +158,7 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return scores, inverse
 
 
-def backward(
+def score_backward(
     ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dx and the gradient of the vectors for ds (batch, R, n), contiguous; None where not needed."""

@@ -14,7 +14,7 @@ from onepass.core.eager import is_fake, once, plain
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way
-from onepass.ops._shared.arguments import MAX_VECTORS, vectors
+from onepass.ops._shared.arguments import vectors
 
 from . import definition
 
@@ -113,11 +113,8 @@ def scatter_backward(
 
 
 def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    vectors = weight.reshape(-1, x.shape[-1])
-    if uses_triton(x) and x.numel():
-        scores, inverse = _kernels_score().forward(x, vectors.contiguous(), eps)
-    else:
-        scores, inverse = definition.score_forward(x, vectors, eps)
+    way = _kernels_score() if uses_triton(x) and x.numel() else definition
+    scores, inverse = way.score_forward(x, weight.reshape(-1, x.shape[-1]).contiguous(), eps)
     return (scores if weight.dim() == 2 else scores[:, 0]).contiguous(), inverse
 
 
@@ -127,10 +124,8 @@ def _score_backward(
     vectors = weight.reshape(-1, x.shape[-1]).contiguous()
     shape = (x.shape[0], len(vectors), x.shape[1])
     ds, scores, inverse = ds.reshape(shape).contiguous(), scores.reshape(shape).contiguous(), inverse.contiguous()
-    if uses_triton(x) and x.numel():
-        dx, dw = _kernels_score().backward(ds, x, vectors, scores, inverse, need_x, need_weight)
-    else:
-        dx, dw = definition.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
+    way = _kernels_score() if uses_triton(x) and x.numel() else definition
+    dx, dw = way.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
     return dx, None if dw is None else dw.view(weight.shape)
 
 
@@ -331,6 +326,3 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
         torch.autograd.graph.increment_version(y)  # a kernel does not, and autograd checks it
         return y
     return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
-
-
-__all__ = ["MAX_VECTORS", "gather", "scatter_add", "score"]

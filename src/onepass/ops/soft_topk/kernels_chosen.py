@@ -38,9 +38,7 @@ LONGEST = 32768
 # chosen entries of a program at a time, and of a warp
 BLOCK = 1024
 CHOSEN_PER_WARP = 256
-SIZES = (
-    "g_row_stride", "g_col_stride", "s_row_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "k",
-)  # fmt: skip
+SIZES = ("g_row_stride", "g_col_stride", "s_row_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "k")
 
 
 class Chosen(NamedTuple):

@@ -31,9 +31,7 @@ def scale_of(q: Tensor) -> float:
     return 1 / math.sqrt(max(q.shape[-1], 1))
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def reference(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Return softmax(q·kᵀ/√width) v over the keys first_i ≤ j < last_i that mask allows; 0 without such a key."""
     acc = torch.promote_types(q.dtype, torch.float32)
     keys = torch.arange(k.shape[1], device=q.device)
@@ -116,9 +114,7 @@ def _weighted(p: Tensor, values: Tensor) -> Tensor:
     return torch.where(reached, y, p @ values.masked_fill(not_finite, 0.0))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output (B, N, H, D) and the logarithms of the softmax's denominators (B, H, N), +inf without a key."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.promote_types(q.dtype, torch.float32)

@@ -330,9 +330,7 @@ def _constants(kernel: str, unit: int, width: int, mask: Tensor | None, dtype: t
     return block_q, block_k, constants, {"num_warps": warps, "num_stages": stages}
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output, and the denominators of the softmax as base-2 logarithms (B, H, N)."""
     batch, n, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

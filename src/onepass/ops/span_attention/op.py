@@ -52,7 +52,7 @@ def apply_rotary(x: Tensor, positions: Tensor | None, inverse: bool, out: Tensor
 
 
 def _rotary(x: Tensor, positions: Tensor | None, inverse: bool = False) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     apply_rotary(x, positions, inverse, out)
     return out
 
@@ -67,13 +67,10 @@ def _rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
     return ways if positions is None else [*ways, ((1,), (1, 1))]
 
 
-def _like(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 _call_rotary, *_ = operator(
-    "rotary", _rotary, _rotary_backward, ("y",), fake=_like, ways=_rotary_ways, of=("x",), fake_back=_like
-)
+    "rotary", _rotary, _rotary_backward, ("y",), fake=lambda x, *rest: x.new_empty(x.shape), ways=_rotary_ways,
+    of=("x",), fake_back=lambda dy, *rest: dy.new_empty(dy.shape),
+)  # fmt: skip
 
 
 def rotary(x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -175,9 +172,7 @@ def _runs(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return first.contiguous(), last.contiguous()
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output and the denominators of the softmax: `span_attention` without checks and autograd."""
     if not uses_triton(q):
         # a caller's autocast would round the products of forward but not those of backward
@@ -195,7 +190,7 @@ def backward(
     mask: Tensor | None, grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor."""
-    grads = (_like(q), _like(k), _like(v)) if grads is None else grads
+    grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)) if grads is None else grads
     if not uses_triton(q):
         gradients = definition.backward(dout, q, k, v, out, lse, first, last, mask)
         for grad, value in zip(grads, gradients, strict=True):
@@ -214,8 +209,7 @@ def backward(
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, n, heads, _ = q.shape
-    lse = torch.empty((batch, heads, n), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    return _like(q), lse
+    return q.new_empty(q.shape), q.new_empty((batch, heads, n), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
@@ -234,7 +228,7 @@ _call, forward_op, backward_op = operator(
 
 def span_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, mask: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     r"""Attention in which query i sees the keys first_i ≤ j < last_i, of these only the ones that ``mask`` allows.
 
     .. math:: y_i = \frac{\sum_{j} e^{q_i\cdot k_j/\sqrt{w}}\, v_j}{\sum_{j} e^{q_i\cdot k_j/\sqrt{w}}},
@@ -291,7 +285,7 @@ def packed_backward(
     mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of qkv: parts of one tensor, where autograd would put it together from three."""
-    grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    grad = qkv.new_empty(qkv.shape)
     (_, v), (dqk, dv) = split(qkv.contiguous()), split(grad)
     (q, k), (dq, dk) = turned.chunk(2, dim=2), dqk.chunk(2, dim=2)
     backward(dout, q, k, v, out, lse, first, last, mask, (dq, dk, dv))

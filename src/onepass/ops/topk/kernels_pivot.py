@@ -210,9 +210,7 @@ def pass_kernel(
 
 
 @triton.jit
-def exact_threshold(
-    row, k, RANGED: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def exact_threshold(row, k, RANGED: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """Return the key of the k-th largest score of a range of at least k, and how many of its equals are wanted.
 
     A radix select: it counts the values of one byte after another, among the keys whose higher bytes are the k-th's.
@@ -281,9 +279,7 @@ def collect(
 
 
 @triton.jit
-def choose(
-    candidates_ptr, out_ptr, n_found, k, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def choose(candidates_ptr, out_ptr, n_found, k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """Write the k best candidates in the order they have, or all if there are fewer."""
     nothing: tl.constexpr = NOTHING >> SHIFT
     packed = tl.load(candidates_ptr + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < n_found, other=EMPTY)

@@ -40,14 +40,6 @@ class Rows(NamedTuple):
     largest: bool
 
 
-class Selected(NamedTuple):
-    """Indices (…, k) of the k largest, then -1, their scores and gates."""
-
-    indices: Tensor
-    values: Tensor
-    gates: Tensor
-
-
 class _Survivors(NamedTuple):
     """Packed survivors (rows, width), and the rows' counters, or None where they are in the order of columns."""
 
@@ -55,20 +47,13 @@ class _Survivors(NamedTuple):
     state: Tensor | None
 
 
-class _Layout(NamedTuple):
-    """What every kernel of a selection takes: strides and constants of the rows."""
-
-    strides: tuple[int, ...]
-    n_cols: int  # in units
-    options: tuple[Any, ...]
-
-
-def _layout(rows: Rows) -> _Layout:
+def _layout(rows: Rows) -> tuple[tuple[int, ...], int, tuple[Any, ...]]:
+    """Return what every kernel of a selection takes: strides of the rows, columns in units, constants."""
     s, *per_row, _ = rows
     unit = 1 if s.data_ptr() % 16 else math.gcd(16, s.shape[1], s.stride(0))
     strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in per_row)
     options = unit, rows.largest, plan.CONSTANT_BITS.get(s.dtype, 0)
-    return _Layout(strides, s.shape[1] // unit, options)
+    return strides, s.shape[1] // unit, options
 
 
 def _limit(registers: int | None) -> dict[str, int]:
@@ -77,9 +62,8 @@ def _limit(registers: int | None) -> dict[str, int]:
 
 
 def _in_one_launch(
-    rows: Rows, k: int, shape: plan.Narrow | plan.Wide | plan.Whole, results: tuple[Tensor | None, ...],
-    is_sorted: bool,
-) -> _Survivors | None:  # fmt: skip
+    rows: Rows, k: int, shape: plan.Narrow | plan.Wide | plan.Whole, results: tuple[Tensor | None, ...], is_sorted: bool
+) -> _Survivors | None:
     """Select, order and fetch by one kernel; or return k packed survivors of each row, which are too many to order."""
     strides, n_cols, options = _layout(rows)
     s, n_rows = rows.s, len(rows.s)
@@ -169,8 +153,8 @@ def _merged(
 
 def select(
     rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, index_dtype: torch.dtype, lead: tuple[int, ...]
-) -> Selected:
-    """Select the k ≤ n largest of each row; results are (*lead, k).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores, gates and indices (*lead, k) of the k ≤ n largest of each row; index -1 where fewer exist.
 
     is_sorted: best first, else ascending indices. Gates are 1, or those of soft (rows, n), contiguous.
     """
@@ -179,8 +163,9 @@ def select(
     size = (*lead, k)
     values = torch.empty(size, dtype=s.dtype, device=s.device)
     gates, indices = torch.empty_like(values), torch.empty(size, dtype=index_dtype, device=s.device)
+    selected = values, gates, indices
     if not values.numel():
-        return Selected(indices, values, gates)
+        return selected
     results = indices, s, soft, values, gates
     shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
     survivors: _Survivors | None
@@ -189,7 +174,7 @@ def select(
     else:
         survivors = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
     if survivors is None:
-        return Selected(indices, values, gates)
+        return selected
     if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
         block_r, block_k, warps, registers = plan.of_sort(n_rows, k, survivors.packed.element_size(), sm_count(s))
         constants = is_sorted, rows.largest, block_r, block_k, warps
@@ -197,7 +182,7 @@ def select(
             sort_kernel, (cdiv(n_rows, block_r), 1, 1), (survivors.packed, survivors.state, *results),
             (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **_limit(registers),
         )  # fmt: skip
-        return Selected(indices, values, gates)
+        return selected
     spare = torch.empty_like(survivors.packed)
     numbers = s.stride(0), n_cols
     if not is_sorted:
@@ -206,4 +191,4 @@ def select(
         spare = survivors.packed if best is spare else spare
         survivors = _Survivors(best, survivors.state)
     _merged(survivors, is_sorted, k, spare, results, numbers, rows.largest)
-    return Selected(indices, values, gates)
+    return selected

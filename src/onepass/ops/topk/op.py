@@ -47,8 +47,7 @@ def forward(
         starts, counts = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
         rows = _kernels().Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, counts, largest)
         soft = None if soft is None else soft.view(-1, scores.shape[-1])
-        results = _kernels().select(rows, k, is_sorted, soft, index_dtype, tuple(scores.shape[:-1]))
-        return results.values, results.gates, results.indices, state
+        return *_kernels().select(rows, k, is_sorted, soft, index_dtype, tuple(scores.shape[:-1])), state
     values, indices = definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype)
     if soft is None:
         return values, definition.hard_gates(values, indices), indices, None
@@ -83,7 +82,7 @@ def backward(
             _, state = soft_forward(scores, None, eps, mask, float(indices.shape[-1]), eps_value, kind)
         ds, d_eps = backward_chosen(
             g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into
-        )  # fmt: skip
+        )
     elif need_eps:
         d_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
     if need_scores and g_values is not None:

@@ -215,11 +215,6 @@ def _backward_tile(
     return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, None, warps
 
 
-def _groups(x: Tensor, row_tiles: int, col_tiles: int, warps: int) -> int:
-    """Return how many programs share the rows of a tile of columns: about 24 warps per multiprocessor in all."""
-    return max(1, min(row_tiles, sm_count(x) * 24 // warps // col_tiles))
-
-
 def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
     """Return whether to read x for dw first, then write dx: for much data, separate streams beat mixed ones."""
     size = dx.element_size()
@@ -300,7 +295,8 @@ def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tens
     row_tiles, col_tiles = cdiv(n_rows, unroll * block_r), cdiv(n_cols, block_c)
     partials, groups = dw, min(row_tiles, 65535)
     if dw is not None:
-        groups = _groups(dy, row_tiles, col_tiles, warps)
+        # about 24 warps per multiprocessor in all
+        groups = max(1, min(row_tiles, sm_count(dy) * 24 // warps // col_tiles))
         if groups > 1:
             partials = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
     launch(

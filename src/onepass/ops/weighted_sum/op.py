@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
-from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops._shared.declare import RESULT_DTYPE, SUMMED, VECTORS, declare
 
 from . import definition
@@ -63,6 +62,3 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
         tensor([-2., -2.])
     """
     return _call(x, weight, out_dtype)  # type: ignore[no-any-return]
-
-
-__all__ = ["MAX_VECTORS", "backward_op", "forward_op", "weighted_sum"]

@@ -53,13 +53,4 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
     }
 
 
-SPECS = [
-    Spec(
-        name="weighted_sum",
-        op=weighted_sum,
-        reference=definition,
-        samples=_samples,
-        bad_calls=tuple(_bad_calls()),
-        of_rows=_of_rows,
-    )
-]
+SPECS = [Spec("weighted_sum", weighted_sum, definition, _samples, tuple(_bad_calls()), of_rows=_of_rows)]
