@@ -147,7 +147,7 @@ def gather_sum_kernel(
 def _tile(d: int) -> tuple[int, int]:
     """Return rows and columns of a tile: columns that divide d where they can, so that no lane is idle."""
     even = d & -d
-    block_c = min(512, even if even >= 128 else next_power_of_2(d))
+    block_c = min(TILE, even if even >= 128 else next_power_of_2(d))
     return max(1, TILE // block_c), block_c
 
 
