@@ -278,22 +278,22 @@ def find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN: tl.constexpr):
 @triton.jit(do_not_specialize=["n_tensors", "n_groups"])
 def step_kernel(
     table_ptr,  # int64 words, see table.py: hyperparameters, addresses, sizes, groups, chunks
-    scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
-    clip_ptr,  # () fp32: multiplies gradients; any pointer when HAS_CLIP is false
-    found_inf_ptr,  # () fp32: non-zero skips the step; any pointer when HAS_FOUND_INF is false
-    agreed_ptr,  # (n_tensors,) int64: elements whose update agrees with the gradient; any pointer unless CAUTIOUS
+    scale_ptr,  # () fp32: gradients are this much too large; or None
+    clip_ptr,  # () fp32: multiplies gradients; or None
+    found_inf_ptr,  # () fp32: non-zero skips the step; or None
+    agreed_ptr,  # (n_tensors,) int64: elements whose update agrees with the gradient, of cautious updates; or None
     n_tensors,
     n_groups,
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, E_TYPE: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS: tl.constexpr, CAUTIOUS_DECAY: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_FOUND_INF: tl.constexpr, COUNT: tl.constexpr,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS_DECAY: tl.constexpr, COUNT: tl.constexpr,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk, TILES·BLOCK elements of one tensor, per program.
 
     COUNT: count the elements whose update agrees with the gradient, without updating.
     """
-    if HAS_FOUND_INF:
+    CAUTIOUS: tl.constexpr = agreed_ptr is not None
+    if found_inf_ptr is not None:
         if tl.load(found_inf_ptr) != 0:
             return
     chunk = tl.program_id(0)
@@ -320,9 +320,9 @@ def step_kernel(
     rest2 = tl.load(hyper_ptr + 5)
     factor = tl.load(hyper_ptr + 6)
     cautious_decay = tl.load(hyper_ptr + 7)
-    if HAS_CLIP:
+    if clip_ptr is not None:
         factor = factor * tl.load(clip_ptr)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         factor = factor / tl.load(scale_ptr)
 
     if COUNT:
@@ -360,17 +360,17 @@ def step_kernel(
 @triton.jit(do_not_specialize=["n_tensors", "n_groups", "n_chunks"])
 def norm_kernel(
     table_ptr,  # the table of `step_kernel`
-    before_ptr,  # () fp32: sum of squares of earlier launches; any pointer when HAS_BEFORE is false
+    before_ptr,  # () fp32: sum of squares of earlier launches; or None
     partial_ptr,  # (programs,) fp32: partials, one per program
     ticket_ptr,  # () int32, zero before and after
     out_ptr,  # (3, 4) fp32, in the first column: sum of squares so far, its root, clip coefficient
     max_norm_ptr,  # () fp32
-    scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
+    scale_ptr,  # () fp32: gradients are this much too large; or None
     n_tensors,
     n_groups,
     n_chunks,
-    G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Compute the norm of all gradients and the clip coefficient.
 
@@ -412,10 +412,10 @@ def norm_kernel(
             # bypass the L1 cache, which may hold stale partials
             squares += tl.load(partial_ptr + start + lane, mask=inside, other=0.0, cache_modifier=".cg")
         square = tl.sum(squares, 0)
-        if HAS_BEFORE:
+        if before_ptr is not None:
             square += tl.load(before_ptr)
         norm = tl.sqrt(square)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             norm = norm / tl.load(scale_ptr)
         clip = tl.load(max_norm_ptr) / (norm + 1e-6)
         tl.store(out_ptr, square)
@@ -450,15 +450,10 @@ def launch(
         counts = (True, False)
     for count in counts:
         launch_kernel(
-            step_kernel, (of.n_chunks, 1, 1),
+            step_kernel, (of.n_chunks, 1, 1), (table, grad_scale, clip, found_inf, agreed), (len(of.sizes), n_groups),
             (
-                table, table if grad_scale is None else grad_scale, table if clip is None else clip,
-                table if found_inf is None else found_inf, table if agreed is None else agreed,
-            ),
-            (len(of.sizes), n_groups),
-            (
-                p_type, g_type, m_type, e_type, int(of.remainder), of.aligned, agreed is not None, of.cautious_decay,
-                grad_scale is not None, clip is not None, found_inf is not None, count, of.span, block, tiles, PTX,
+                p_type, g_type, m_type, e_type, int(of.remainder), of.aligned, of.cautious_decay, count, of.span, block,
+                tiles, PTX,
             ),
             num_warps=num_warps,
         )  # fmt: skip
@@ -479,15 +474,7 @@ def launch_norm(
     """
     programs = norm_programs(table)
     launch_kernel(
-        norm_kernel, (programs, 1, 1),
-        (
-            table, table if before is None else before, *scratch, out, max_norm,
-            table if grad_scale is None else grad_scale,
-        ),
+        norm_kernel, (programs, 1, 1), (table, before, *scratch, out, max_norm, grad_scale),
         (len(of.sizes), n_groups, of.n_chunks),
-        (
-            TYPES[of.dtypes[1]], of.aligned, before is not None, grad_scale is not None, of.span, of.chunk, 2048,
-            programs,
-        ),
-        num_warps=8,
+        (TYPES[of.dtypes[1]], of.aligned, of.span, of.chunk, 2048, programs), num_warps=8,
     )  # fmt: skip

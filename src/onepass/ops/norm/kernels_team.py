@@ -180,24 +180,18 @@ def team_backward_kernel(
             gs = gs + (g,)
             rstds = rstds + (rstd,)
 
+        ready_xs = old_xs if LAG else xs
+        ready_dys = old_dys if LAG else dys
         if LAG:
-            ready_xs = old_xs
-            ready_dys = old_dys
             old_xs = xs
             old_dys = dys
-        else:
-            ready_xs = xs
-            ready_dys = dys
         parity = parity_of(turn - LAG)
         slot = words_ptr + ((turn - LAG) & 3) * SLOT
         in_team = tl.arange(0, WIDTH) < TEAM
         for k in tl.static_range(R):
             row = tl.cast(first - LAG * teams * R + k, tl.int64)
             live = (row >= 0) & (row < n_rows)
-            if LAG:
-                rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
-            else:
-                rstd = rstds[k]
+            rstd = tl.load(stats_ptr + row, mask=live, other=0.0) if LAG else rstds[k]
             words = await_words(slot + k * TEAM, parity, TEAM, WIDTH)
             a = tl.sum(tl.where(in_team, low_half(words), 0.0), 0) / N_COLS
             slope = -a * rstd
