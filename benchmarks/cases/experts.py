@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 def _apart(up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients as they are compared: that of up (E, dim, 1 or 2, hidden)."""
-    return up.unflatten(2, (-1, down.shape[1])), down
+    return up.unflatten(2, (-1, down.shape[1])), down  # type: ignore[no-untyped-call]
 
 
 class Layer(NamedTuple):
@@ -230,7 +230,7 @@ def _sonic(g: Inputs) -> Layer:
         return sonic._DownProjection.apply(a, h, down.permute(1, 2, 0), None, weights, ends, tokens, k, *rest)  # type: ignore[no-any-return]
 
     def plain(first: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        return first.unflatten(1, (-1, 2)).permute(0, 3, 2, 1), down.mT
+        return first.unflatten(1, (-1, 2)).permute(0, 3, 2, 1), down.mT  # type: ignore[no-untyped-call]
 
     first = torch.stack(up.mT.chunk(2, 1), 2).flatten(1, 2)
     return Layer(forward, (first, down.mT.contiguous()), plain)
