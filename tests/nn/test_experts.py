@@ -126,8 +126,7 @@ def test_transforms_of_torch_func() -> None:
     weights, before = {n: p.detach() for n, p in layer.named_parameters()}, layer.tokens_per_expert.clone()
     found = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x,)).square().sum())(weights)
     layer.eval()(x).square().sum().backward()
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, {n: p.grad for n, p in layer.named_parameters()}, rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.tokens_per_expert, before)
 
 

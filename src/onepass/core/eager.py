@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,10 +109,9 @@ def no_second(name: str) -> str:
 def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Callable[..., Any]:
     """Wrap a Function's backward so that differentiating its gradients raises an error that names the operator.
 
-    Torch's `once_differentiable` checks the upstream gradients alone, and its error has no path to the inputs: a
-    gradient penalty would silently lose this term. Here gradients depend on all that they were computed from: the
-    upstream gradients, the saved tensors and, with `leaves`, the leaves among the inputs (for a Function that saves
-    copies of them).
+    The error of torch's `once_differentiable` has no path to the inputs: a gradient penalty would silently lose this
+    term. Here gradients depend on all that they were computed from: the upstream gradients, the saved tensors and, with
+    `leaves`, the leaves among the inputs (for a Function that saves copies of them).
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
@@ -120,13 +120,13 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
         # gradients are recorded only under create_graph=True; skip the guard's cost otherwise
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
-        if leaves:
-            sources += [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        # a checkpoint hands out a saved tensor once
+        seen = SimpleNamespace(**vars(ctx), saved_tensors=ctx.saved_tensors, needs_input_grad=ctx.needs_input_grad)
+        seen.maybe_clear_saved_tensors = lambda: None
+        sources = [t for t in (*grads, *seen.saved_tensors) if t is not None and t.requires_grad]
+        sources += [node.variable for node, _ in ctx.next_functions if leaves and hasattr(node, "variable")]
         with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not sources:
-            return results
+            results = backward(seen, *grads)
         gradients = results if isinstance(results, tuple) else (results,)
         present = [g for g in gradients if g is not None]
         refused = iter(_Refused.apply(no_second(name), len(present), *present, *sources))  # type: ignore[no-untyped-call]

@@ -83,8 +83,7 @@ def test_choice_is_its_definition(device: str, data: st.DataObject) -> None:
     up, more = torch.randn(weights.shape, generator=generator), torch.randn(logits.shape, generator=generator)
     found = torch.autograd.grad((weights * up.to(device)).sum() + (logits * more.to(device)).sum(), own)
     wanted = torch.autograd.grad((expected * up).sum() + (z * more).sum(), wide)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tuple(a.cpu().double() for a in found), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_ties_and_nan(device: str) -> None:
@@ -110,16 +109,17 @@ def test_loads(device: str, load: str, gated: bool, own: bool, monkeypatch: pyte
     wide = [t.detach().cpu().double().requires_grad_() for t in given]
     ours, other = (partial(f, activation="swiglu" if gated else "gelu") for f in (onepass.experts, definition.experts))
     y, expected = ours(given[0], indices.to(device), *given[1:]), other(wide[0], indices, *wide[1:])
-    dy, held = torch.randn(y.shape), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append((t, t.clone())) or t, lambda t: t):
-        hooked = torch.autograd.grad(ours(given[0], indices.to(device), *given[1:]), given, dy.to(device))
+    dy, held, hooked = torch.randn(y.shape), [], []
+    others = Tensor.detach, lambda t: torch.from_dlpack(t.detach()), lambda t: t.T.contiguous().T if t.ndim == 2 else t
+    for unpack in (lambda t: t, *others):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append((t, t.clone())) or t, unpack):
+            hooked += torch.autograd.grad(ours(given[0], indices.to(device), *given[1:]), given, dy.to(device))
     kept = torch.autograd.grad(y, given, dy.to(device), retain_graph=True)
     found = [y, *torch.autograd.grad(y, given, dy.to(device))]
-    assert all(map(torch.equal, 2 * found[1:], (*hooked, *kept)))
+    assert all(map(torch.equal, 5 * found[1:], (*hooked, *kept)))
     assert all(torch.equal(t.nan_to_num(), before.nan_to_num()) for t, before in held)
     wanted = [expected, *torch.autograd.grad(expected, wide, dy.double())]
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([a.cpu().double() for a in found], wanted, rtol=1e-4, atol=1e-5)
     assert load != "none" or not any(t.any() for t in found[:2]), "y and dx"
 
 

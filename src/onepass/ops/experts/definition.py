@@ -26,11 +26,8 @@ def experts(
     for e in range(len(up)):
         t, j = (indices == e).nonzero(as_tuple=True)
         h = x[t] @ up[e]
-        if activation == "gelu":
-            a = F.gelu(h, approximate="tanh")
-        else:
-            gate, linear = h.chunk(2, 1)
-            a = F.silu(gate) * linear
+        gate, linear = h.tensor_split(2, 1)
+        a = F.gelu(h, approximate="tanh") if activation == "gelu" else F.silu(gate) * linear
         y = y.index_add(0, t, (weights[t, j, None] * a) @ down[e])
     return y
 

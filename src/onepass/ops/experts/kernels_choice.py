@@ -11,8 +11,7 @@ from onepass.core.launch import cdiv, next_power_of_2, replayed
 
 from .kernels_rows import INTS, run
 
-# logits of a tile, and its warps
-TILE, WARPS = 512, 2
+TILE, WARPS = 512, 2  # logits of a tile, and its warps
 # least sum to divide by, as in other libraries: chosen scores that are all 0 give weights of 0
 LEAST = tl.constexpr(1e-20)
 LOWEST = tl.constexpr(-(1 << 62))

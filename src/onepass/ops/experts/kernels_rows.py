@@ -18,8 +18,7 @@ from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
 # integers for whose values no kernel of this folder is compiled anew
 INTS = ["n", "n_chunks", "n_experts", "n_parts", "row_stride", "expert_stride"]
-# elements of a tile, and choices of a chunk
-TILE, CHUNK = 2048, 128
+TILE, CHUNK = 2048, 128  # elements of a tile, and choices of a chunk
 
 
 @triton.jit

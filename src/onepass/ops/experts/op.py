@@ -17,14 +17,14 @@ from onepass.core.register import FORMULAS, register, register_fake
 from onepass.core.sharding import PARTIAL, REPLICATE, Way
 from onepass.ops._shared import arguments
 
+from . import torch_path
+
 ACTIVATIONS = ("gelu", "swiglu")
 
 
 def _way(x: Tensor, choices: Tensor, *matrices: Tensor) -> Any:
     """Return the module that computes the steps of a call: own products, torch's between kernels, or all in torch."""
     if not uses_triton(x) or not choices.numel() or not x.shape[1]:
-        from . import torch_path
-
         return torch_path
     from . import kernels_products, kernels_rows
 
@@ -114,21 +114,26 @@ def _weight_gradient(way: Any, tokens: Tensor, hidden: Tensor, order: Any, w: Te
     return grad.mT if _turned(w) else grad  # type: ignore[no-any-return]
 
 
+def _holders(t: Tensor) -> tuple[int, int, bool]:
+    """Return how many hold a tensor, how many its memory, as views do, and whether that is torch's own."""
+    return sys.getrefcount(t), torch._C._storage_Use_Count(t.untyped_storage()._cdata), t.untyped_storage().resizable()
+
+
 def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, h: Tensor, places: Tensor, rows: Tensor,
     ends: Tensor, need_x: bool, need_weights: bool, need_up: bool, need_down: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, weights, up and down that are needed.
 
-    h may be a list: unless others hold its item, as a hook of saved tensors may, this memory is written to. Each large
-    tensor is freed after its last use, so that fewer of them exist at once.
+    h may be a list: unless others hold its item or a view, as a hook of saved tensors may, this memory is written to.
+    Each large tensor is freed after its last use, so that fewer of them exist at once.
     """
     way = _way(x, places, up, down)
     dys = way.spread(dy.contiguous(), places)
     owner: Any = h
     if spare := isinstance(owner, list):
-        h = owner.pop()
-        spare = sys.getrefcount(h) <= 2  # this name and the argument
+        h, alone = owner.pop(), ends.new_empty(0)
+        spare = _holders(h) == _holders(alone)
     dh, a, d_weights = way.hidden_backward(dys, down, h, weights.contiguous(), rows, ends, spare)
     dh = h if dh is None else dh
     del h
@@ -159,14 +164,14 @@ def _fake_backward(dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Ten
 def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    x, weights, up, down, h, *order = ctx.saved_tensors
+    x, weights, up, down, *kept = ctx.saved_tensors
+    h, *order = [t.contiguous() for t in kept]  # a hook may return other strides
     need_x, _, *needs, _ = ctx.needs_input_grad
     activations: Any = h
     if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
-        # the graph then holds it no longer
-        activations = [h]
+        activations = [h]  # the graph then holds it no longer
         ctx.maybe_clear_saved_tensors()
-    del h
+    del h, kept
     grads = run(dy, x, weights, up, down, activations, *order, need_x, *needs)
     dx, *others = (g if need else None for g, need in zip(grads, (need_x, *needs), strict=True))
     return dx, None, *others, None
