@@ -110,7 +110,7 @@ def _turned(w: Tensor) -> bool:
 
 def _weight_gradient(way: Any, tokens: Tensor, hidden: Tensor, order: Any, w: Tensor, is_down: bool = False) -> Tensor:
     """Return the gradient of w, laid out as w is: autograd would copy another layout."""
-    grad = way.weight_product(tokens, hidden, *order, _turned(w) != is_down)
+    grad = way.weight_product(tokens, hidden, *order, not is_down if _turned(w) else is_down)
     return grad.mT if _turned(w) else grad  # type: ignore[no-any-return]
 
 
