@@ -43,8 +43,7 @@ def test_issue_templates_ask_for_the_doctor(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows_call_targets_that_exist(path: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     jobs = read(path)["jobs"]
     assert all(job["timeout-minutes"] <= 60 for job in jobs.values())
     called = [step["run"] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")]

@@ -166,8 +166,7 @@ def test_every_kernel_is_launched() -> None:
         f"{name}.{key}" for name in names for key, value in vars(importlib.import_module(name)).items()
         if key.endswith("_kernel") and hasattr(value, "arg_names") and value.fn.__module__ == name
     }  # fmt: skip
-    launched = {f"{one.kernel.fn.__module__}.{one.kernel.fn.__name__}" for one in _launches("sm_90").values()}
-    assert kernels == launched
+    assert kernels == {f"{one.kernel.fn.__module__}.{one.kernel.fn.__name__}" for one in _launches("sm_90").values()}
 
 
 def test_means_of_rows_are_rounded_to_nearest() -> None:

@@ -120,8 +120,7 @@ def test_four_parts_move_a_bias_as_one_batch() -> None:
 
 def test_transforms_of_torch_func() -> None:
     layer, x = Experts(8, 4), torch.randn(3, 5, 8)
-    mapped = torch.func.vmap(layer)(x)
-    torch.testing.assert_close(mapped, layer.eval()(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer.eval()(x), rtol=1e-5, atol=1e-6)
     layer.train()
     weights, before = {n: p.detach() for n, p in layer.named_parameters()}, layer.tokens_per_expert.clone()
     found = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x,)).square().sum())(weights)

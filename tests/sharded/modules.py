@@ -192,8 +192,7 @@ def _(how: str, num_experts: int) -> None:
         for (name, p), q in zip(layer.named_parameters(), parts.parameters(), strict=True):
             torch.testing.assert_close(whole(q.grad), p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
         assert whole(parts.tokens_per_expert).sum() == 2 * mine.shape[0] * mine.shape[1]
-        rest = [whole(t) for t in (layer.expert_bias, parts.expert_bias)]
-        assert torch.equal(*rest)
+        assert torch.equal(*[whole(t) for t in (layer.expert_bias, parts.expert_bias)])
         update_balance(parts)
         # the whole batch, counted by each process
         update_balance(layer)

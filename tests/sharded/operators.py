@@ -144,8 +144,7 @@ def _(op: str, place: str) -> None:
 def _(x: int, up: int) -> None:
     i = torch.arange(6)
     q, k, v = (wide(5, 6, 4, 8) for _ in range(3))
-    places = [[Shard(x)]] * 3 + [[R], [R]]
-    compare(span_attention, [q, k, v, i - 2, i + 1], places, upstream=[Shard(up)])
+    compare(span_attention, [q, k, v, i - 2, i + 1], [[Shard(x)]] * 3 + [[R], [R]], upstream=[Shard(up)])
     if max(x, up) < 2:
         compare(score, [wide(5, 6, 7), wide(7)], [[Shard(x)], [R]], upstream=[Shard(up)])
 

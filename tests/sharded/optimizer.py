@@ -226,8 +226,7 @@ def _() -> None:
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    p, s = get_state_dict(*a, options=full)
+    p, s = get_state_dict(*a, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     box = [(p, s)]
     dist.broadcast_object_list(box, src=0)
     p, s = box[0]

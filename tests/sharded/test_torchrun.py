@@ -247,5 +247,4 @@ def test_a_killed_process_on_two_gpus(texts: Path, tmp_path: Path) -> None:
         os.kill(process(running, 1), signal.SIGKILL)
         _, faults = ended(running)
     assert running.returncode == 0, faults[-4000:]
-    steps = [row["step"] for row in rows(out) if "loss" in row]
-    assert steps == list(range(1, 401))
+    assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 401))

@@ -141,6 +141,17 @@ def test_gradients_lie_as_their_weights(device: str, gated: bool, own: bool, mon
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRET, reason="Dynamo can't trace Triton's interpreter")
+def test_gradients_of_each_sample_compile_for_any_size() -> None:
+    """Dynamo breaks the graph at vmap of grad, as at all our operators, and traces what is inside, with symbols."""
+    x, weights, up, down = _tensors(18, 16, 24, 5, 2, "cpu")
+    each = torch.vmap(torch.func.grad(lambda up, *rest: onepass.experts(*rest, up, down).sum()), (None, 0, 0, 0))
+    given = up, *(t.unflatten(0, (3, 6)) for t in (x, torch.rand(18, 5).topk(2).indices, weights))
+    found = torch.compile(each, backend="aot_eager", dynamic=True)(*given)
+    torch.testing.assert_close(found, each(*given), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> None:
     """As in decoding: kernels of their own on a GPU, the same function."""
