@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
+from onepass.doctor.selftest import SEED, floats, maker, replace
+from onepass.doctor.selftest import float64 as float64
 from onepass.ops._shared.specs import folders, load
 
 SPECS = [spec for folder in folders() for spec in load(folder).SPECS]
-SEED = 20
 Choice = TypeVar("Choice")
 
 # the interpreter does not emulate bfloat16 faithfully; float64 never reaches a kernel
@@ -30,12 +31,6 @@ GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES_AND_DTYPES = [pytest.param("cpu", d, id=f"cpu-{str(d)[6:]}") for d in CPU_DTYPES] + [
     pytest.param("cuda", d, id=f"cuda-{str(d)[6:]}", marks=pytest.mark.gpu) for d in GPU_DTYPES
 ]
-
-
-def maker(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """`make(*shape)`: standard normal, the same values for every dtype and device up to rounding."""
-    generator = torch.Generator().manual_seed(SEED)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 @functools.cache
@@ -83,32 +78,9 @@ def build(spec: Spec, name: str, device: str, dtype: torch.dtype) -> Sample:
     return next(s for s in spec.samples(maker(device, dtype)) if s.name == name)
 
 
-def floats(sample: Sample) -> dict[int | str, Tensor]:
-    """Floating-point tensors among the arguments, by position or keyword."""
-    items: Iterator[tuple[int | str, Any]] = iter([*enumerate(sample.args), *sample.kwargs.items()])
-    return {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point()}
-
-
-def replace(sample: Sample, new: dict[int | str, Tensor]) -> Sample:
-    """The sample with some tensors exchanged."""
-    args = tuple(new.get(i, a) for i, a in enumerate(sample.args))
-    return Sample(sample.name, args, {k: new.get(k, v) for k, v in sample.kwargs.items()})
-
-
 def leaves(sample: Sample) -> dict[int | str, Tensor]:
     """Fresh leaf tensors (same strides) that want gradients, one per floating-point argument."""
     return {k: t.detach().requires_grad_() for k, t in floats(sample).items()}
-
-
-def float64(sample: Sample) -> Sample:
-    """The same numbers in float64 on the CPU: what the definition is evaluated on."""
-
-    def up(v: Any) -> Any:
-        if not isinstance(v, Tensor):
-            return v
-        return v.detach().cpu().double() if v.is_floating_point() else v.cpu()
-
-    return Sample(sample.name, tuple(map(up, sample.args)), {k: up(v) for k, v in sample.kwargs.items()})
 
 
 def outputs(out: Any) -> list[Tensor]:

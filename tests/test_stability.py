@@ -68,14 +68,14 @@ def checkpoint_keys() -> dict[str, Any]:
 
     from onepass.optim import Lion
     from onepass.train import checkpoint
-    from onepass.train.config import FORMAT, MODELS, Config, build
+    from onepass.train.config import CHOICES, FORMAT, Config, build
     from onepass.train.metrics import Mark
     from onepass.train.model import new, parameter_groups
 
     listed: dict[str, Any] = {"config": sorted(f.name for f in dataclasses.fields(Config)), "format": FORMAT}
     sizes = {"experts": 2, "dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 1}
     rest = {"seed": 0, "device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
-    for name in MODELS:
+    for name in CHOICES["model"]:
         config = build("cpu", task="causal", model=name, **sizes, **rest)
         model = new(config)
         optimizer = Lion(parameter_groups(model, 0.1))

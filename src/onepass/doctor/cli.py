@@ -36,8 +36,6 @@ def add_command(subparsers: Any) -> None:
 
 def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
     """Return every operator's checks on these devices, and the operators that can't be tested, with the reason."""
-    import importlib.util
-
     import torch
 
     from onepass.core.about import one_line
@@ -58,8 +56,7 @@ def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
         dtypes = (torch.float32, torch.bfloat16) if facts.device.type == "cuda" else (torch.float32,)
         for dtype in dtypes:
             checks += [spec_checks(s, facts.device, dtype) for s in specs]
-            if importlib.util.find_spec("onepass.ops.lion") is not None:
-                checks.append(lion_checks(facts.device, dtype))
+            checks.append(lion_checks(facts.device, dtype))
     return checks, problems
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from onepass.core.about import one_line
 from onepass.core.spec import DEFAULT_TOLERANCES, Sample, Spec
@@ -42,37 +43,39 @@ class Check:
     run: Callable[[], float]
 
 
-def maker(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+def maker(device: torch.device | str, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Return `make(*shape)` for `Spec.samples`: standard normal, fixed seed, equal on all devices up to rounding."""
     generator = torch.Generator().manual_seed(SEED)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
-def _floats(sample: Sample) -> dict[int | str, Tensor]:
+def floats(sample: Sample) -> dict[int | str, Tensor]:
+    """Return the floating-point tensors among the arguments, by position or keyword."""
     items: list[tuple[int | str, Any]] = [*enumerate(sample.args), *sample.kwargs.items()]
     return {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point()}
 
 
-def _exchange(sample: Sample, new: dict[int | str, Tensor]) -> Sample:
+def replace(sample: Sample, new: dict[int | str, Tensor]) -> Sample:
+    """Return the sample with some tensors exchanged."""
     args = tuple(new.get(i, a) for i, a in enumerate(sample.args))
     return Sample(sample.name, args, {k: new.get(k, v) for k, v in sample.kwargs.items()})
 
 
-def _float64(sample: Sample) -> Sample:
-    def up(v: Any) -> Any:
-        if not isinstance(v, Tensor):
-            return v
-        return v.detach().cpu().double() if v.is_floating_point() else v.cpu()
+def float64(sample: Sample) -> Sample:
+    """Return the same numbers in float64 on the CPU, on which the definition is evaluated."""
 
-    return Sample(sample.name, tuple(map(up, sample.args)), {k: up(v) for k, v in sample.kwargs.items()})
+    def up(t: Tensor) -> Tensor:
+        return t.detach().cpu().double() if t.is_floating_point() else t.cpu()
+
+    return tree_map_only(Tensor, up, sample)  # type: ignore[no-any-return]
 
 
 def _run(
     fn: Callable[..., Any], sample: Sample, dtype: torch.dtype
 ) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
     """Return the floating-point results, and the gradient of Σ result·(random) for every floating-point argument."""
-    leaves = {k: t.detach().requires_grad_() for k, t in _floats(sample).items()}
-    called = _exchange(sample, leaves)
+    leaves = {k: t.detach().requires_grad_() for k, t in floats(sample).items()}
+    called = replace(sample, leaves)
     out = fn(*called.args, **called.kwargs)
     outs = [t for t in ([out] if isinstance(out, Tensor) else out) if t.is_floating_point()]
     generator = torch.Generator().manual_seed(SEED + 1)
@@ -101,7 +104,7 @@ def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     """Return the largest error of values and gradients over its tolerance; raise if shapes or gradients don't match."""
     rtol, atol = spec.tolerances[dtype]
     outs, grads = _run(spec.op, sample, dtype)
-    expected, expected_grads = _run(spec.reference, _float64(sample), dtype)
+    expected, expected_grads = _run(spec.reference, float64(sample), dtype)
     if len(outs) != len(expected):
         raise ValueError(f"{len(outs)} results, expected {len(expected)}")
     worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, expected, strict=True)), default=0.0)

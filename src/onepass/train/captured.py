@@ -86,7 +86,6 @@ class Gradients(Captured):
         parameters: whose ``.grad`` each call sets to its own gradients.
         device, why_eager: as in `Captured`.
         together: whether all gradients are views of one buffer, `flat`, for one all-reduce of them.
-
     """
 
     def __init__(

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 
 from onepass.train.commands.errors import UserError
 
-TASKS = ("masked", "causal")
-MODELS = ("transformer", "routed")
-DEVICES = ("cpu", "cuda")
-PRECISIONS = ("fp32", "bf16")
 FORMAT = 3
 
 
@@ -21,8 +17,8 @@ class Config:
     """One run. Runs that differ only in `paths` give the same numbers on the same CPU and software."""
 
     preset: str
-    task: str  # one of TASKS: guess hidden bytes, or each next byte
-    model: str  # one of MODELS: what its blocks are
+    task: str  # guess hidden bytes, or each next byte
+    model: str  # what its blocks are
     device: str
     precision: str  # of weights, momentum and products; beside bf16 weights Lion stores the lower bits of fp32 ones
     seed: int
@@ -104,7 +100,10 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "str": ((str,), "a text"),
     "tuple": ((list, tuple), "a list of texts"),
 }  # fmt: skip
-CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": DEVICES, "precision": PRECISIONS}
+CHOICES = {
+    "preset": tuple(PRESETS), "task": ("masked", "causal"), "model": ("transformer", "routed"),
+    "device": ("cpu", "cuda"), "precision": ("fp32", "bf16"),
+}  # fmt: skip
 
 
 def build(preset: str, **values: object) -> Config:

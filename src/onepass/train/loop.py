@@ -178,7 +178,7 @@ class Training:
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
-        losses = self.world.mean(torch.stack([loss for _, loss, _ in self.pending])).tolist()
+        losses = (self.world.total(torch.stack([loss for _, loss, _ in self.pending])) / self.world.size).tolist()
         rows = []
         for (step, _, lr), loss in zip(self.pending, losses, strict=True):
             self._refuse_infinite(loss, step)

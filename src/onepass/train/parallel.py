@@ -198,10 +198,6 @@ class World:
         if not gradients.is_cuda:
             gradients /= self.size
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the processes."""
-        return self.total(values) / self.size
-
     def total(self, values: Tensor) -> Tensor:
         """Return the sum over the processes."""
         if self.alone:
