@@ -95,8 +95,7 @@ def test_gpt(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mixture_of_depths(tmp_path: Path) -> None:
-    said = output("mixture_of_depths", tmp_path)
-    found = dict(re.findall(r"^(.+?) +([\d.]+) bits a byte$", said, re.MULTILINE))
+    found = dict(re.findall(r"^(.+?) +([\d.]+) bits a byte$", output("mixture_of_depths", tmp_path), re.MULTILINE))
     assert found.keys() == {"auxiliary", "threshold", "dense, 3 blocks", "dense, 4 blocks"}
     # a blind guess has 8 bits
     assert max(map(float, found.values())) < 5.5
@@ -240,8 +239,7 @@ def test_a_sparse_autoencoder_keeps_the_first_of_equals_and_reaches_dead_latents
 
 @pytest.mark.slow
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    said = output("mixture_of_experts", tmp_path)
-    rows = re.findall(r"^(\w[a-z ]*?) +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
+    rows = re.findall(r"^(\w[a-z ]*?) +([\d.]+) +([\d.]+)$", output("mixture_of_experts", tmp_path), re.MULTILINE)
     found = {name: (float(error), float(busiest)) for name, error, busiest in rows}
     assert found.keys() == {"dense", "no balance", "balanced"}
     assert found["balanced"][0] < 0.8 * found["dense"][0]

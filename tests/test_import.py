@@ -165,8 +165,7 @@ def test_doctor_asks_for_the_torch_that_the_package_requires() -> None:
 def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
-    said = capsys.readouterr().out
-    examples = said.partition("\nexamples:\n")[2]
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2]
     assert "onepass " + " ".join(command) in examples
 
 

@@ -75,8 +75,7 @@ def _stepped(t: Tensor) -> Tensor:
     if not t.dim():
         return t
     wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan, dtype=t.dtype, device=t.device)
-    view = wide[..., ::2]
-    return view.copy_(t)
+    return wide[..., ::2].copy_(t)
 
 
 def _sliced(t: Tensor) -> Tensor:

@@ -40,8 +40,7 @@ layers = pytest.mark.parametrize("name", ["attention", "feed-forward"])
 def _layer(name: str, device: str, causal: bool, *, k: float = 1 / 8, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
     if name == "feed-forward":
-        router = CausalRouter(DIM, block=16) if causal else None
-        return RoutedFeedForward(DIM, k, bias=bias, router=router).to(device)
+        return RoutedFeedForward(DIM, k, bias=bias, router=CausalRouter(DIM, block=16) if causal else None).to(device)
     if name == "attention":
         return RoutedAttention(DIM, k, 2 * k, causal=causal, **HEADS).to(device)
     return RoutedBlock(DIM, k, causal=causal, **HEADS).to(device)

@@ -61,8 +61,7 @@ def test_other_numbers_of_light_heads() -> None:
 def test_values_and_gradients_of_cross_attention(masked: str) -> None:
     mask = holes(20) if "x" in masked.split() else None
     context_mask = holes(34)[:, 1:] if "context" in masked else None
-    inputs = [tokens(3, 20, DIM), tokens(3, 33, CONTEXT, seed=2)]
-    _agrees(_cross(), inputs, [mask, context_mask], cross_attention)
+    _agrees(_cross(), [tokens(3, 20, DIM), tokens(3, 33, CONTEXT, seed=2)], [mask, context_mask], cross_attention)
 
 
 def test_memories_are_projected_only_when_chosen() -> None:

@@ -76,8 +76,7 @@ def models(**options: Any) -> list[tuple[nn.Module, Lion]]:
         tied = nn.Linear(16, 16)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), tied, nn.Tanh(), tied, nn.Tanh(), nn.Linear(16, 300))
         decayed = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() < 2]}]
         made.append((model, Lion(groups, lr=1e-2, **options)))
     return made
 

@@ -387,8 +387,7 @@ def test_mixed_devices_and_dtypes(capturable: bool, foreach: bool | None) -> Non
         for n in (3, 5000) for device in ("cuda", "cpu") for dtype in (torch.float64, torch.float32, torch.bfloat16)
     ]  # fmt: skip
     # capturable: the rate lives on the first parameter's device
-    optimizer = Lion(params, lr=0.5, capturable=capturable, foreach=foreach)
-    steps(optimizer, params, 1)
+    steps(Lion(params, lr=0.5, capturable=capturable, foreach=foreach), params, 1)
     for p in params:
         assert bool((p == 0.5).all())
 

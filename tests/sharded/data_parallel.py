@@ -55,8 +55,7 @@ def a_process_without_tokens_trains_on() -> None:
         for step in range(3):
             n = 0 if dist.get_rank() and step == 1 else 12
             x = torch.randn(n, 16, device=device_type())
-            bounds = torch.tensor([0, n // 2, n], device=x.device)
-            parts(x, cu_seqlens=bounds, max_seqlen=6).square().sum().backward()
+            parts(x, cu_seqlens=torch.tensor([0, n // 2, n], device=x.device), max_seqlen=6).square().sum().backward()
         assert all(p.grad is not None for p in parts.parameters())
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
@@ -166,6 +167,15 @@ def _(layer: str) -> None:
 
 def _experts(num_experts: int = 4) -> Experts:
     return Experts(DIM, num_experts, shared_dim=8, balance_rate=0.01).to(device_type(), wide(1).dtype)
+
+
+@case("experts in shards take a whole state with the gate apart")
+def _() -> None:
+    layer, net = (Experts(DIM, 5, activation="swiglu").to(device_type()) for _ in range(2))
+    state = layer.state_dict()
+    state["gate"], state["up"] = state["up"].chunk(2, -1)
+    set_model_state_dict(fully_shard(net, mesh=mesh()), state, options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(whole(net.up), layer.up)
 
 
 @many("experts on tokens in shards", {"rows": [8, 4]})

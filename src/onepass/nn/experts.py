@@ -136,8 +136,7 @@ class Experts(nn.Module):
         self.balance_rate = float(balance_rate)
         factory: Any = {"device": device, "dtype": dtype}
         # one matrix for gate and up: fewer bytes than two
-        columns = hidden_dim * (2 if activation == "swiglu" else 1)
-        self.up = nn.Parameter(torch.empty(num_experts, dim, columns, **factory))
+        self.up = nn.Parameter(torch.empty(num_experts, dim, hidden_dim * (1 + (activation == "swiglu")), **factory))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **factory))
         for name, stays in (("expert_bias", True), ("tokens_per_expert", False)):
             self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=stays)
@@ -165,7 +164,10 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
         if {f"{prefix}gate", f"{prefix}up"} <= state.keys():  # written when gate was a parameter of its own
-            state[f"{prefix}up"] = torch.cat((state.pop(f"{prefix}gate"), state[f"{prefix}up"]), -1)
+            gate, up = state.pop(f"{prefix}gate"), state[f"{prefix}up"]
+            if hasattr(up, "device_mesh") and not hasattr(gate, "device_mesh"):  # torch shards the names that it knows
+                gate = torch.distributed.tensor.distribute_tensor(gate, up.device_mesh, up.placements)
+            state[f"{prefix}up"] = torch.cat((gate, up), -1)
         super()._load_from_state_dict(state, prefix, *args)
         # no counts are in it: to_empty leaves any bits there, assign=True no tensor
         counts, bias = self.tokens_per_expert, self.expert_bias.float()  # assign=True takes any dtype
@@ -261,11 +263,9 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
 
 def move_bias(layer: Experts, count: Tensor) -> None:
     """Move a bias by the counts of all processes, and clear those of this one."""
-    for name in ("expert_bias", "tokens_per_expert"):
-        if (dtype := getattr(layer, name).dtype) != torch.float32:
-            raise TypeError(
-                f"update_balance: {name} must be float32, got {dtype}; write layer.{name} = layer.{name}.float()"
-            )
+    for n in ("expert_bias", "tokens_per_expert"):
+        if (dtype := getattr(layer, n).dtype) != torch.float32:
+            raise TypeError(f"update_balance: {n} must be float32, got {dtype}; write layer.{n} = layer.{n}.float()")
     _local(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
     _local(layer.tokens_per_expert).zero_()
 
