@@ -14,19 +14,13 @@ from onepass.core.garbage import collected
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A rival in `Case.make`'s mapping that can't run here: the bench names it and continues."""
-
-    needs: str
-
-
-@dataclass(frozen=True)
 class Prepared:
     """An implementation that the bench sets up right before timing it, and frees afterwards.
 
     Use it for set-up that is costly or may fail: a backward pass needs its forward first, a rival may not import.
-    `build()` returns the thunk to time. An ImportError inside counts as `Missing`, any other exception as a failure
-    of this implementation alone. `seen(result)`, outside the time, is what of its result is compared.
+    `build()` returns the thunk to time. An ImportError inside means that a rival is missing: the bench names it and
+    goes on. Any other exception is a failure of this implementation alone. `seen(result)`, outside the time, is what of
+    its result is compared.
     """
 
     build: Callable[[], Callable[[], Any]]
@@ -40,16 +34,22 @@ class Definition:
     call: Callable[[], Any]
 
 
-Impl = Callable[[], Any] | Prepared | Missing | Definition
+Timed = Callable[[], Any] | Prepared
+Impl = Timed | Definition
 
 
-def optional(import_name: str) -> Any:
-    """Return the module `import_name`, or None when it is not installed or does not import here."""
-    try:
-        return importlib.import_module(import_name)
-    except Exception:
-        # other people's packages raise anything at import: a missing symbol, an unknown GPU, a version check
-        return None
+def rival(module: str, use: Callable[[Any], Callable[[], Any]]) -> Prepared:
+    """Return what `use` makes of a module, as an implementation that is missing where the module does not import."""
+
+    def build() -> Callable[[], Any]:
+        try:
+            found = importlib.import_module(module)
+        except Exception as error:
+            # other people's packages raise anything at import: a missing symbol, an unknown GPU, a version check
+            raise ImportError(str(error), name=module.partition(".")[0]) from error
+        return use(found)
+
+    return Prepared(build)
 
 
 def upstream(*outs: Tensor) -> list[Tensor]:
@@ -58,11 +58,11 @@ def upstream(*outs: Tensor) -> list[Tensor]:
     return [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in outs]
 
 
-def backward_of(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Prepared:
-    """Return the backward pass of `forward()` with respect to `inputs`, as an implementation to time."""
+def backward_of(forward: Timed, inputs: Sequence[Tensor]) -> Prepared:
+    """Return the backward pass of `forward` with respect to `inputs`, as an implementation to time."""
 
     def build() -> Callable[[], Any]:
-        out = forward()
+        out = (forward.build() if isinstance(forward, Prepared) else forward)()
         outs = [t for t in ([out] if isinstance(out, Tensor) else out) if t.requires_grad]
         grads = upstream(*outs)
         return lambda: torch.autograd.grad(outs, tuple(inputs), grads, retain_graph=True)
@@ -70,13 +70,13 @@ def backward_of(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Prepare
     return Prepared(build)
 
 
-def staged(stage: str, impls: Mapping[str, Callable[[], Any] | Missing], inputs: Sequence[Tensor]) -> dict[str, Impl]:
+def staged(stage: str, impls: Mapping[str, Timed], inputs: Sequence[Tensor]) -> dict[str, Impl]:
     """Return implementations of a forward pass as they are, or for "backward" the backward pass of each."""
     if stage == "forward":
         return dict(impls)
     for t in inputs:
         t.requires_grad_()
-    return {name: f if isinstance(f, Missing) else backward_of(f, inputs) for name, f in impls.items()}
+    return {name: backward_of(f, inputs) for name, f in impls.items()}
 
 
 def graphed(prepare: Callable[[], Callable[[], Any]], seen: Callable[[Any], Any] = lambda r: r) -> Prepared:
@@ -116,9 +116,8 @@ class Case:
         dtype: element type.
         floor_bytes: the fewest bytes that the operator must move.
         make: builds inputs (seed already set) on `device` and returns {impl name: impl}. "onepass" is ours and comes
-            first; an impl is a thunk, a `Prepared`, or `Missing("distribution")` for a rival that is not installed
-            (see `optional`). Names of rivals that compile contain "torch.compile": `--no-compile` leaves them out.
-            Inputs are random, never zeros.
+            first; an impl is a thunk or a `Prepared`, such as a `rival`. Names of rivals that compile contain
+            "torch.compile": `--no-compile` leaves them out. Inputs are random, never zeros.
         check: largest accepted |theirs − ours|, relative to the largest |ours|, checked before timing; thunks return
             the same tensors in the same order (None: no comparison, e.g. of an in-place step). Beside a `Definition`:
             the largest accepted ‖result − definition‖/‖definition‖ of a tensor, ours and theirs; no tensors pass.

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from onepass.core.launch import geometry
 from onepass.core.spec import Sample, Spec
+from onepass.doctor.selftest import both_passes, float64
 from onepass.ops._shared.specs import folders, load
 
 Call = tuple[str, Callable[[], None]]
@@ -31,36 +33,16 @@ def maker(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def _outputs(out: Any) -> list[Tensor]:
-    return [t for t in ([out] if isinstance(out, Tensor) else list(out)) if t.is_floating_point()]
-
-
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], upstream: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients with respect to every floating-point tensor; upstream gradients are drawn when empty."""
-    leaves = [v.requires_grad_() for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
-    outs = _outputs(fn(*args, **kwargs))
-    if not upstream:
-        upstream += [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype) for o in outs]
-    pairs = [(o, g.to(o)) for o, g in zip(outs, upstream, strict=True) if o.requires_grad]
-    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
-    if pairs:
-        grads = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True)]
-    return [o.detach() for o in outs] + gradients
-
-
-def _wide(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-
-
 def check(fn: Callable[..., Any], reference: Callable[..., Any], sample: Sample, tolerance: float) -> None:
     """One call with its backward pass, compared with the definition in float64 on the CPU."""
-    args, kwargs = tuple(map(_wide, sample.args)), {k: _wide(v) for k, v in sample.kwargs.items()}
-    upstream: list[Tensor] = []
-    actual = [t.cpu().double() for t in _run(fn, sample.args, dict(sample.kwargs), upstream)]
-    for a, e in zip(actual, _run(reference, args, kwargs, upstream), strict=True):
+    dtype = sample.args[0].dtype
+    outs, grads = both_passes(fn, sample, dtype)
+    expected, expected_grads = both_passes(reference, float64(sample), dtype)
+    for a, e in (*zip(outs, expected, strict=True), *((grads[key], e) for key, e in expected_grads.items())):
+        if a is None or e is None:
+            assert not any(t is not None and t.cpu().any() for t in (a, e))
+            continue
+        a, e = a.detach().cpu().double(), e.detach()
         scale = max(1.0, float(e.abs().max())) if e.numel() else 1.0
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * scale)
 
@@ -83,15 +65,10 @@ def of_samples(spec: Spec, dtype: torch.dtype, samples: list[Sample]) -> Iterato
             yield name, lambda s=sample: check(spec.op, spec.reference, s, tolerance)  # type: ignore[misc]
 
 
-class few_multiprocessors:  # noqa: N801 - used as a function
+def few_multiprocessors() -> AbstractContextManager[Any]:
     """Pretend that the GPU is too small for teams of programs: long rows take the other kernels."""
-
-    def __enter__(self) -> None:
-        self.gpu = gpu = geometry._gpu
-        geometry._gpu = lambda index: gpu(index)._replace(multiprocessors=1)  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        geometry._gpu = self.gpu
+    gpu = geometry._gpu
+    return mock.patch.object(geometry, "_gpu", lambda index: gpu(index)._replace(multiprocessors=1))
 
 
 def _on_few(calls: Iterator[Call]) -> Iterator[Call]:
@@ -151,7 +128,7 @@ def weighted_sum() -> Iterator[Call]:
         x, tolerance = make(70, 136), spec.grad_factor * spec.tolerances[dtype].rtol
         yield from of_samples(spec, dtype, [Sample("a tile, four vectors", (make(70, 136), make(4, 136)))])
         alone = Sample("weight alone", (make(136),))
-        ours, theirs = functools.partial(spec.op, x), functools.partial(spec.reference, _wide(x))
+        ours, theirs = functools.partial(spec.op, x), functools.partial(spec.reference, x.cpu().double())
         yield f"weighted_sum, weight alone, {str(dtype)[6:]}", functools.partial(check, ours, theirs, alone, tolerance)
         yield from of_spec(spec, dtype)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import cases
-from benchmarks.case import Case, Impl, Missing, Prepared
+from benchmarks.case import Case, Impl, Prepared, rival
 
 
 class FakeTimer:
@@ -68,7 +68,7 @@ def everything() -> dict[str, Impl]:
 
     return {
         "agrees": thunk(right + 1e-5, us=20.0), "onepass": thunk(right, us=10.0), "wrong": thunk(right + 1, us=1.0),
-        "raises": thunk(RuntimeError("kaput\nsecond line")), "absent": Missing("absent-package"),
+        "raises": thunk(RuntimeError("kaput\nsecond line")), "absent": rival("absent_package.inner", thunk),
         "late": Prepared(not_importable), "torch.compile of it": thunk(right, us=15.0),
     }  # fmt: skip
 

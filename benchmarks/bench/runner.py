@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Definition, Missing, Prepared
+from benchmarks.case import Case, Definition, Prepared
 from onepass.core.about import one_line
 
 from .compare import all_zero, disagreement, norm_error
@@ -149,9 +149,6 @@ def _ready(folder: str, case: Case, timer: Timer, compile: bool, limit_s: float)
     ours: Any = None
     for name in sorted(impls, key=lambda n: n != OURS):
         impl = impls.pop(name)
-        if isinstance(impl, Missing):
-            yield Result(folder, case, name, MISSING, note=impl.needs)
-            continue
         if compiles(name) and not compile:
             yield Result(folder, case, name, SKIPPED, note="--no-compile")
             continue

@@ -57,7 +57,7 @@ class Session:
     ) -> None:  # fmt: skip
         # operator by operator, then by dtype and pass
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
-        self.json = json
+        self.json, self.known = json, known
         self.compile = compile
         self.limit_s = limit_s
         self.about: dict[str, Any] = {
@@ -117,7 +117,8 @@ class Session:
         self.copy_gbps = timer.copy_gbps()
         say(f"{self.about['gpu']}: copy {self.copy_gbps:.0f} GB/s (bytes read + written)")
         lost = self._measure(timer)
-        absent = sorted({f"{r.impl} (needs {r.note})" for r in self.results if r.status == runner.MISSING})
+        missing = {(r.impl, r.note) for r in self.results if r.status == runner.MISSING}
+        absent = sorted(f"{impl} (needs {self.known.get(module, module)})" for impl, module in missing)
         if absent:
             say(f"skipped: {', '.join(absent)}")
         slow = sorted(self.results, key=lambda r: -r.seconds)[:5]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, optional, staged
+from benchmarks.case import Case, Impl, Timed, rival, staged
 from onepass.ops.coor_descent.op import coor_descent
 
 RIVALS = {"colt5_attention": "colt5-attention"}
@@ -42,17 +42,15 @@ STEPS = (5, 10, 20, 100)
 CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
 
 
-def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> dict[str, Callable[[], Tensor]]:
-    impls: dict[str, Callable[[], Tensor]] = {"onepass": lambda: coor_descent(s, k=k, **options)}
-    eager = optional("colt5_attention.coor_descent")
-    kernel = optional("colt5_attention.triton_coor_descent")
-    if eager is not None:
-        impls["colt5 eager"] = lambda: eager.coor_descent(s, k=k, **options)
-    if kernel is not None and s.is_cuda:
-        for segments in SEGMENTS:
-            impls[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
-                s, k=k, checkpoint_segments=n, **options
-            )
+def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> dict[str, Timed]:
+    eager = rival("colt5_attention.coor_descent", lambda m: lambda: m.coor_descent(s, k=k, **options))
+    impls: dict[str, Timed] = {"onepass": lambda: coor_descent(s, k=k, **options), "colt5 eager": eager}
+    for segments in SEGMENTS if s.is_cuda else ():
+
+        def use(module: Any, n: int = segments) -> Callable[[], Tensor]:
+            return lambda: module.triton_coor_descent(s, k=k, checkpoint_segments=n, **options)  # type: ignore[no-any-return]
+
+        impls[f"colt5 triton segments={segments}"] = rival("colt5_attention.triton_coor_descent", use)
     if compiled:
         # tracing takes ten seconds per shape and schedule, so one shape only
         iteration = torch.compile(descent, fullgraph=True)
@@ -63,9 +61,8 @@ def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> d
 def _case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device=device)
-        impls = _impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED and s.is_cuda)
-        missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
-        return staged(stage, {**impls, **missing}, (s,))
+        compiled = name in SCHEDULES and (rows, cols) == COMPILED and s.is_cuda
+        return staged(stage, _impls(s, cols / 8, options, compiled), (s,))
 
     floor = rows * cols * 4 * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "schedule": name}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.case import Case, Definition, Impl, Missing, Prepared, graphed, optional
+from benchmarks.case import Case, Definition, Impl, Prepared, graphed
 from onepass.ops.experts.op import experts
 
 RIVALS = {"liger_kernel": "liger-kernel", "transformers": "transformers", "sonicmoe": "sonic-moe"}
@@ -239,16 +239,13 @@ def _sonic(g: Inputs) -> Layer:
 def _case(tokens: int, dim: int, n: int, k: int, hidden: int, act: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
         g = _inputs(tokens, dim, n, k, hidden, act, device)
-        layers: dict[str, tuple[str, Callable[[Inputs], Layer]]] = {
-            "onepass": ("onepass", _ours), "torch": ("torch", _torch), "transformers": ("transformers", _transformers),
+        layers: dict[str, Callable[[Inputs], Layer]] = {
+            "onepass": _ours, "torch": _torch, "transformers": _transformers,
         }  # fmt: skip
         if device == "cuda" and act == "swiglu":
-            layers |= {"liger": ("liger_kernel", _liger), "sonic-moe": ("sonicmoe", _sonic)}
+            layers |= {"liger": _liger, "sonic-moe": _sonic}
         impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(g))}
-        for name, (module, layer) in layers.items():
-            if optional(module) is None:
-                impls[name] = Missing(RIVALS[module])
-                continue
+        for name, layer in layers.items():
             impls[name] = Prepared(_both_passes(g, layer))
             if name not in ("liger", "sonic-moe"):
                 impls[f"{name}, torch.compile"] = Prepared(_both_passes(g, layer, True))

@@ -7,6 +7,7 @@ the byte floor is a formal one (x, y and their gradients).
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.case import Case, Impl, Missing, Prepared, graphed, optional
+from benchmarks.case import Case, Impl, Prepared, graphed
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
 from onepass.nn.norm import RMSNorm
@@ -77,6 +78,10 @@ def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32
     return Prepared(build)
 
 
+def _colt5(name: str, dim: int, **options: Any) -> nn.Module:
+    return getattr(importlib.import_module("colt5_attention"), name)(dim, **options)  # type: ignore[no-any-return]
+
+
 def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
     autocast = dtype == torch.bfloat16
 
@@ -95,15 +100,9 @@ def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
         if autocast:
             return impls | {"onepass, CUDA graph": graphed(ours.build), "dense, CUDA graph": graphed(dense.build)}
         # its kernels know fp32 alone: under autocast it fails
-        colt5 = optional("colt5_attention")
-        for kernel in (False, True):
-            name = "colt5 triton" if kernel else "colt5 eager"
+        for name, kernel in (("colt5 eager", False), ("colt5 triton", True)):
             options = {"num_heavy_tokens": n // 16, "use_triton": kernel}
-            impls[name] = (
-                Missing("colt5-attention")
-                if colt5 is None
-                else of(lambda o=options: colt5.ConditionalRoutedFeedForward(dim, **o))  # type: ignore[misc]
-            )
+            impls[name] = of(partial(_colt5, "ConditionalRoutedFeedForward", dim, **options))
         return impls
 
     floor = 4 * batch * n * dim * dtype.itemsize
@@ -129,13 +128,10 @@ def _block(n: int, dim: int, dtype: torch.dtype, causal: bool) -> Case:
                 impls["attention alone"] = impl(lambda: RoutedAttention(dim, 1 / 16, 1 / 8, window=128))
             return impls
         # its kernels know fp32 alone: under autocast it fails
-        colt5 = optional("colt5_attention")
         names = "num_heavy_ff_tokens", "num_heavy_attn_tokens_q", "num_heavy_attn_tokens_kv"
         counts = dict(zip(names, (n // 16, n // 16, n // 8), strict=True))
-        impls["colt5 triton"] = (
-            Missing("colt5-attention")
-            if colt5 is None
-            else impl(lambda: colt5.ConditionalRoutedTransformerBlock(dim, use_triton=True, **counts))
+        impls["colt5 triton"] = impl(
+            partial(_colt5, "ConditionalRoutedTransformerBlock", dim, use_triton=True, **counts)
         )
         return impls
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Definition, Impl, Missing, Prepared
+from benchmarks.case import Case, Definition, Impl, Prepared
 from onepass.optim import Lion, clip_grad_norm
 
 
@@ -61,9 +61,10 @@ RIVALS = {
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
 # two steps move a weight by 2e-4; 16 bits round to 4e-3
 _CHECK = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-_ADAMW = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+_ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 # name → (module, class, options)
-_PLAIN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+_Rivals = Mapping[str, tuple[str, str, dict[str, Any]]]
+_PLAIN: _Rivals = {
     "lion-pytorch foreach": ("lion_pytorch.foreach", "Lion", _OPTIONS),
     "lion-pytorch triton": ("lion_pytorch", "Lion", {**_OPTIONS, "use_triton": True}),
     "optimi": ("optimi", "Lion", {**_OPTIONS, "kahan_sum": False}),
@@ -71,10 +72,8 @@ _PLAIN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "flashoptim": ("flashoptim", "FlashLion", _OPTIONS),
     "torch AdamW fused": ("torch.optim", "AdamW", _ADAMW),
 }
-_KAHAN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
-    "optimi kahan": ("optimi", "Lion", {**_OPTIONS, "kahan_sum": True}),
-}
-_INT8: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+_KAHAN: _Rivals = {"optimi kahan": ("optimi", "Lion", {**_OPTIONS, "kahan_sum": True})}
+_INT8: _Rivals = {
     "bitsandbytes 8 bit": ("bitsandbytes.optim", "Lion8bit", _OPTIONS),
     "flashoptim": ("flashoptim", "FlashLion", _OPTIONS),
 }
@@ -123,6 +122,14 @@ def _rival(module: str, name: str, options: dict[str, Any]) -> Callable[[list[Te
     return lambda params: getattr(importlib.import_module(module), name)(params, **options)
 
 
+def _clipped(optimizer: Any, clip: Callable[..., Any], params: list[Tensor]) -> Any:
+    def step() -> None:
+        clip(params, 1.0)
+        optimizer.step()
+
+    return SimpleNamespace(step=step)
+
+
 def floor_bytes(dtype: torch.dtype, momentum: torch.dtype | str, low_precision: str, clip: bool = False) -> float:
     """Return the byte floor per element: 2P + G + 2M, 4 for a remainder or compensation, G once more for a norm."""
     state = 2 * (1 + 4 / 256) if momentum == "int8" else 2 * momentum.itemsize  # type: ignore[union-attr]
@@ -132,7 +139,7 @@ def floor_bytes(dtype: torch.dtype, momentum: torch.dtype | str, low_precision: 
 
 def _case(
     model: str, dtype: torch.dtype, low_precision: str, momentum: torch.dtype | str | None = None, *,
-    cautious: bool = False, clip: bool = False, rivals: Mapping[str, tuple[str, str, dict[str, Any]]] | None = None,
+    cautious: bool = False, clip: bool = False, rivals: _Rivals | None = None,
 ) -> Case:  # fmt: skip
     shapes = MODELS[model]()
     elements = count(shapes)
@@ -142,25 +149,10 @@ def _case(
         optimizer = Lion(
             params, lr=1e-4, weight_decay=0.1, low_precision=low_precision, state_dtype=momentum, cautious=cautious
         )
-        if not clip:
-            return optimizer
-
-        class Clipped:
-            def step(self) -> None:
-                clip_grad_norm(params, 1.0)
-                optimizer.step()
-
-        return Clipped()
+        return _clipped(optimizer, clip_grad_norm, params) if clip else optimizer
 
     def torch_clip(params: list[Tensor]) -> Any:
-        optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
-
-        class Clipped:
-            def step(self) -> None:
-                torch.nn.utils.clip_grad_norm_(params, 1.0)
-                optimizer.step()
-
-        return Clipped()
+        return _clipped(torch.optim.AdamW(params, **_ADAMW), torch.nn.utils.clip_grad_norm_, params)
 
     def make() -> Mapping[str, Impl]:
         impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(shapes, dtype, "cuda"))}
@@ -168,9 +160,7 @@ def _case(
         if clip:
             impls["torch clip_grad_norm_ + AdamW fused"] = _prepared(torch_clip, shapes, dtype)
         for name, (module, cls, options) in (rivals or {}).items():
-            top = module.partition(".")[0]
-            missing = top in RIVALS and importlib.util.find_spec(top) is None
-            impls[name] = Missing(RIVALS[top]) if missing else _prepared(_rival(module, cls, options), shapes, dtype)
+            impls[name] = _prepared(_rival(module, cls, options), shapes, dtype)
         return impls
 
     params: dict[str, Any] = {
@@ -220,11 +210,10 @@ def _cpu_case(model: str, fused: bool) -> Case:
             "lion-pytorch foreach": _rival(*_PLAIN["lion-pytorch foreach"]),
             "lion-pytorch torch.compile": _Compiled,
         }
-        installed = importlib.util.find_spec("lion_pytorch") is not None
         impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(shapes, fp32, "cpu"))}
         impls["onepass"] = _prepared(ours, shapes, fp32, "cpu")
         for name, build in rivals.items():
-            impls[name] = _prepared(build, shapes, fp32, "cpu") if installed else Missing("lion-pytorch")
+            impls[name] = _prepared(build, shapes, fp32, "cpu")
         return impls
 
     elements = count(shapes)

@@ -9,56 +9,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, Prepared, optional, staged, upstream
+from benchmarks.case import Case, Impl, Prepared, Timed, rival, staged, upstream
 from onepass.ops.norm.op import layer_norm, rms_norm
 
 RIVALS = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
 
 
-def _layer_norm_rivals(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
+def _layer_norm_rivals(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Timed]:
     n = (x.shape[-1],)
     compiled = torch.compile(F.layer_norm)
-    impls: dict[str, Callable[[], Tensor] | Missing] = {
+    impls: dict[str, Timed] = {
         "onepass": lambda: layer_norm(x, w, b),
         "F.layer_norm": lambda: F.layer_norm(x, n, w, b),
         "torch.compile": lambda: compiled(x, n, w, b),
     }
-    if not x.is_cuda:
-        return impls
-    impls["liger"] = Missing("liger-kernel")
-    liger = optional("liger_kernel.ops.layer_norm")
-    if liger is not None:
-        impls["liger"] = lambda: liger.LigerLayerNormFunction.apply(x, w, b, 1e-5)
+    if x.is_cuda:
+        liger = "liger_kernel.ops.layer_norm"
+        impls["liger"] = rival(liger, lambda m: lambda: m.LigerLayerNormFunction.apply(x, w, b, 1e-5))
     return impls
 
 
-def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
+def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Timed]:
     n = (x.shape[-1],)
     compiled = torch.compile(F.rms_norm)
-    impls: dict[str, Callable[[], Tensor] | Missing] = {
+    impls: dict[str, Timed] = {
         "onepass": lambda: rms_norm(x, w, eps=1e-6),
         "F.rms_norm": lambda: F.rms_norm(x, n, w, 1e-6),
         "torch.compile": lambda: compiled(x, n, w, 1e-6),
     }
-    if not x.is_cuda:
-        return impls
-    impls |= {"liger": Missing("liger-kernel"), "quack": Missing("quack-kernels")}
-    liger, quack = optional("liger_kernel.ops.rms_norm"), optional("quack.rmsnorm")
-    if liger is not None:
+    if x.is_cuda:
         # in_place=False: all implementations share one upstream gradient, which in_place would overwrite
-        impls["liger"] = lambda: liger.LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
-    if quack is not None:
-        impls["quack"] = lambda: quack.rmsnorm(x, w, eps=1e-6)
+        options = 1e-6, 0.0, "llama", False
+        liger = "liger_kernel.ops.rms_norm"
+        impls["liger"] = rival(liger, lambda m: lambda: m.LigerRMSNormFunction.apply(x, w, *options))
+        impls["quack"] = rival("quack.rmsnorm", lambda m: lambda: m.rmsnorm(x, w, eps=1e-6))
     return impls
 
 
-def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, stage: str) -> Impl:
+def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, stage: str) -> Prepared:
     """Call quack's forward and backward functions: its layer norm has no autograd and takes fp32 weights only."""
-    quack = optional("quack.rmsnorm")
-    if quack is None:
-        return Missing("quack-kernels")
 
-    def build() -> Callable[[], Any]:
+    def use(quack: Any) -> Callable[[], Any]:
         data, weight, bias = x.detach(), w.detach().float(), b.detach().float()
         if stage == "forward":
             return lambda: quack.layernorm_fwd(data, weight, bias, eps=1e-5)
@@ -66,7 +57,7 @@ def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, stage: str) -> Impl:
         _, rstd, mean = quack.layernorm_fwd(data, weight, bias, eps=1e-5, return_rstd=True, return_mean=True)
         return lambda: quack.layernorm_bwd(data, weight, dy, rstd, mean)
 
-    return Prepared(build)
+    return rival("quack.rmsnorm", use)
 
 
 def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
@@ -94,15 +85,14 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device:
             return rms_norm(s, w, eps=1e-6), s
 
         compiled = torch.compile(lambda: (F.rms_norm(x + r, (cols,), w, 1e-6), x + r))
-        impls: dict[str, Callable[[], Any] | Missing] = {
+        impls: dict[str, Timed] = {
             "onepass": lambda: rms_norm(x, w, residual=r, eps=1e-6),
             "add, then onepass": pair,
             "torch.compile": compiled,
         }
         if device == "cuda":
-            quack, impls["quack"] = optional("quack.rmsnorm"), Missing("quack-kernels")
-            if quack is not None:
-                impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
+            fused = {"residual": r, "eps": 1e-6, "prenorm": True}
+            impls["quack"] = rival("quack.rmsnorm", lambda m: lambda: m.rmsnorm(x, w, **fused))
         return staged(stage, impls, (x, r, w))
 
     check = 1e-3 if dtype == torch.float32 else 5e-2

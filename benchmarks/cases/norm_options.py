@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, optional, staged
+from benchmarks.case import Case, Impl, Timed, rival, staged
 from onepass.ops.norm.definition import to_e4m3
 from onepass.ops.norm.op import layer_norm, rms_norm
 
 BF16 = torch.bfloat16
 # implementations by name, and the tensors that need gradients
-Setup = Callable[[str], tuple[dict[str, Callable[[], Any] | Missing], list[Tensor]]]
+Setup = Callable[[], tuple[dict[str, Timed], list[Tensor]]]
 
 
 def case(op: str, params: Mapping[str, Any], floors: Mapping[str, int], setup: Setup, device: str) -> list[Case]:
     """Return the cases of forward and, where `floors` has it, backward; a floor is the bytes that must move."""
 
-    def make(stage: str) -> Callable[[], Mapping[str, Impl]]:
-        def build() -> Mapping[str, Impl]:
-            return staged(stage, *setup(device))
+    def make(stage: str) -> Mapping[str, Impl]:
+        return staged(stage, *setup())
 
-        return build
-
-    return [Case(op, stage, params, BF16, floor, make(stage), 5e-2, device) for stage, floor in floors.items()]
-
-
-def _rival(distribution: str, module: str, call: Callable[[Any], Callable[[], Any]]) -> Callable[[], Any] | Missing:
-    rival = optional(module)
-    return Missing(distribution) if rival is None else call(rival)
+    return [Case(op, stage, params, BF16, floor, partial(make, stage), 5e-2, device) for stage, floor in floors.items()]
 
 
 def rms(x: Tensor, w: Tensor | None) -> Tensor:
@@ -43,13 +36,13 @@ def rms(x: Tensor, w: Tensor | None) -> Tensor:
 
 
 def _heads(tokens: int, heads: int, d: int, device: str) -> list[Case]:
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x, w = (torch.randn(*shape, heads, d, device=device, dtype=BF16) for shape in ((tokens,), ()))
         composed = torch.compile(lambda x, w: rms(x, w).to(x.dtype))
         return {
             "onepass": lambda: rms_norm(x, w, eps=1e-6),
             "torch.compile": lambda: composed(x, w),
-            "quack": _rival("quack-kernels", "quack.rmsnorm", lambda m: lambda: m.rmsnorm(x, w, eps=1e-6)),
+            "quack": rival("quack.rmsnorm", lambda m: lambda: m.rmsnorm(x, w, eps=1e-6)),
         }, [x, w]
 
     size = 2 * tokens * heads * d
@@ -58,7 +51,7 @@ def _heads(tokens: int, heads: int, d: int, device: str) -> list[Case]:
 
 
 def _adaptive(batch: int, tokens: int, cols: int, device: str) -> list[Case]:
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x = torch.randn(batch, tokens, cols, device=device, dtype=BF16)
         scale, shift = (torch.randn(batch, 1, cols, device=device, dtype=BF16) for _ in range(2))
         composed = torch.compile(lambda x, s, t: F.layer_norm(x, (cols,)) * (1 + s) + t)
@@ -79,7 +72,7 @@ def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[
         y = rms(f, None).flatten(-2) * w.float()
         return (y if first else y * g).to(x.dtype)
 
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x, z = (torch.randn(rows, cols, device=device, dtype=BF16) for _ in range(2))
         w = torch.randn(cols, device=device, dtype=BF16)
         composed = torch.compile(compose)
@@ -89,7 +82,7 @@ def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[
         }
         if not first and groups == 1:
             call: Any = lambda m: lambda: m.rms_norm_gated(x, z, w, None, eps=1e-6)  # noqa: E731
-            impls["flash-linear-attention"] = _rival("flash-linear-attention", "fla.modules.norm.fused_norm_gate", call)
+            impls["flash-linear-attention"] = rival("fla.modules.norm.fused_norm_gate", call)
         return impls, [x, z, w]
 
     size = 2 * rows * cols
@@ -98,7 +91,7 @@ def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[
 
 
 def _twice(rows: int, cols: int, device: str) -> list[Case]:
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
         composed = torch.compile(lambda x, w: w * rms(x, None).to(x.dtype))
 
@@ -109,7 +102,7 @@ def _twice(rows: int, cols: int, device: str) -> list[Case]:
         return {
             "onepass": lambda: rms_norm(x, w, rounding="twice", eps=1e-6),
             "torch.compile": lambda: composed(x, w),
-            "liger": _rival("liger-kernel", "liger_kernel.ops.rms_norm", liger),
+            "liger": rival("liger_kernel.ops.rms_norm", liger),
         }, [x, w]
 
     size = 2 * rows * cols
@@ -118,7 +111,7 @@ def _twice(rows: int, cols: int, device: str) -> list[Case]:
 
 
 def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
         r = torch.randn(rows, cols, device=device)
 
@@ -136,7 +129,7 @@ def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
         return {
             "onepass": lambda: rms_norm(x, w, residual=r, eps=1e-6),
             "torch.compile": lambda: composed(x, r, w),
-            "quack": _rival("quack-kernels", "quack.rmsnorm", quack),
+            "quack": rival("quack.rmsnorm", quack),
         }, [x, r, w]
 
     params = {"what": "fp32 stream", "rows": rows, "cols": cols}
@@ -148,7 +141,7 @@ def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
 def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
     columns = cols if by == "row" else 128
 
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
         composed = torch.compile(lambda x, w: to_e4m3(rms(x, w).to(x.dtype), columns))
 

@@ -19,7 +19,7 @@ def _cases(tokens: int, heads: tuple[int, int], d: int, interleaved: bool, devic
         pair = a * cos - b * sin, b * cos + a * sin
         return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
 
-    def setup(device: str) -> Any:
+    def setup() -> Any:
         qkv = torch.randn(1, tokens, heads[0] + 2 * heads[1], d, device=device, dtype=BF16)
         q, k = (t.detach() for t in qkv.split((*heads, heads[1]), -2)[:2])  # type: ignore[no-untyped-call]
         wq, wk = (torch.randn(d, device=device, dtype=BF16) for _ in range(2))
@@ -50,5 +50,3 @@ CASES = [
     )
     for found in _cases(tokens, heads, d, interleaved, device)
 ]
-
-__all__ = ["CASES"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, backward_of, graphed, optional, staged
+from benchmarks.case import Case, Impl, Timed, backward_of, graphed, rival, staged
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.soft_topk.op import KINDS, soft_topk
 
@@ -36,14 +36,14 @@ def lapsum(scores: Tensor, k: float, eps: float) -> Tensor:
     return torch.where(x < 0, tail, 1 - tail)
 
 
-def sinkhorn(scores: Tensor, k: float, eps: float, n_iters: int = 200) -> Tensor:
-    """Return the `sigmoid` gates by Sinkhorn iterations towards the marginals (k, n - k).
+def sinkhorn(scores: Tensor, k: float, eps: float) -> Tensor:
+    """Return the `sigmoid` gates by 200 Sinkhorn iterations towards the marginals (k, n - k).
 
     Xie et al. (arXiv 2002.06504).
     """
     n = scores.shape[-1]
     c = torch.zeros_like(scores[..., :1])
-    for _ in range(n_iters):
+    for _ in range(200):
         chosen = ((scores + c) / eps).sigmoid().sum(-1, keepdim=True)
         c = c + eps * (torch.log(k / chosen) - torch.log((n - k) / (n - chosen)))
     return ((scores + c) / eps).sigmoid()
@@ -57,26 +57,19 @@ TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)
 CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
 
 
-def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[], Tensor] | Missing]:
+def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Timed]:
     if kind == "clamp":
-        entmax = optional("entmax")
-        if entmax is None:
-            return {"entmax budget_bisect": Missing("entmax")}
-        return {"entmax budget_bisect": lambda: entmax.budget_bisect(s / eps, budget=k)}
+        return {"entmax budget_bisect": rival("entmax", lambda m: lambda: m.budget_bisect(s / eps, budget=k))}
     if kind == "laplace":
         return {"LapSum by sorting": lambda: lapsum(s, k, eps)}
     if kind == "sigmoid":
-        torchsort = optional("torchsort")
-        ranks: Any = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
+        ranks = rival("torchsort", lambda m: lambda: m.soft_rank(s))
         return {"SOFT by Sinkhorn (200)": lambda: sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
-    impls: dict[str, Callable[[], Tensor] | Missing] = {
-        "coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)
-    }
+    options: dict[str, Any] = {"n_iters": 50, "k": k, "eps": eps}
+    impls: dict[str, Timed] = {"coor_descent T=50": lambda: coor_descent(s, **options)}
     if not s.is_cuda:
-        eager = optional("colt5_attention.coor_descent")
-        impls["colt5 eager T=50"] = (
-            Missing("colt5-attention") if eager is None else lambda: eager.coor_descent(s, n_iters=50, k=k, eps=eps)
-        )
+        colt5 = "colt5_attention.coor_descent"
+        impls["colt5 eager T=50"] = rival(colt5, lambda m: lambda: m.coor_descent(s, **options))
     return impls
 
 

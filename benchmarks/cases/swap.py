@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Definition, Impl, Missing, Prepared, optional
+from benchmarks.case import Case, Definition, Impl, Prepared
 from onepass.swapping import swap
 
 RIVALS = {"transformers": "transformers", "liger_kernel": "liger-kernel"}
@@ -69,8 +69,7 @@ def _case(compiled: bool, sizes: tuple[int, ...], tokens: int, device: str = "cu
             f"as it is{mode}": Prepared(lambda: build("as it is"), _compared),
         }
         if device == "cuda" and not compiled:
-            present = optional("liger_kernel.transformers") is not None
-            impls["liger"] = Prepared(lambda: build("liger"), _compared) if present else Missing(RIVALS["liger_kernel"])
+            impls["liger"] = Prepared(lambda: build("liger"), _compared)
         return impls
 
     d, hidden, layers, heads, kv, vocabulary = sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Definition, Impl, Missing, Prepared, graphed, optional, staged
+from benchmarks.case import Case, Definition, Impl, Prepared, graphed, staged
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import topk
 
@@ -66,6 +67,10 @@ def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Cas
     return Case("topk", stage, params, torch.float32, floor, make, device=device)
 
 
+def _flashinfer(s: Tensor, k: int, **options: Any) -> Any:
+    return importlib.import_module("flashinfer.topk").top_k(s, k, **options)
+
+
 def _choice(rows: int, cols: int, k: int, dtype: torch.dtype, ties: bool = False) -> Case:
     """Measure the choice alone in a CUDA graph; values in descending order, of ours the indices too, are compared."""
 
@@ -92,15 +97,13 @@ def _choice(rows: int, cols: int, k: int, dtype: torch.dtype, ties: bool = False
             "torch.topk": impl(lambda: torch.topk(s, k)),
             "torch.topk, no order": impl(lambda: torch.topk(s, k, sorted=False)),
         }
-        flash = optional("flashinfer.topk")
         certain = {"deterministic": True, "tie_break": 1}
         ways: dict[str, dict[str, Any]] = {
             "flashinfer": {"sorted": True}, "flashinfer, deterministic": {"sorted": True, **certain},
             "flashinfer, no order": {}, "flashinfer, no order, deterministic": certain,
         }  # fmt: skip
         for name, options in ways.items():
-            call = partial(flash.top_k, s, k, **options) if flash else None
-            impls[name] = impl(call, len(options) == 3) if call else Missing(RIVALS["flashinfer"])
+            impls[name] = impl(partial(_flashinfer, s, k, **options), len(options) == 3)
         return impls
 
     # read scores, write a value, an index and a gate for each of k

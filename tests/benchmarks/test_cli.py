@@ -43,7 +43,7 @@ def test_json(tmp_path: Path) -> None:
         assert key in header
     assert header["torch"] == torch.__version__
     assert list(header["rivals"]) == ["torch"]
-    assert header["missing"] == ["absent-package", "far_away"]
+    assert header["missing"] == ["absent_package", "far_away"]
     assert [(p["impl"], p["pass"]) for p in header["failed"]] == [("raises", "forward"), ("raises", "backward")]
     assert {p["impl"] for p in header["disagreeing"]} == {"wrong"}
     assert all(tuple(r) == FIELDS + MEMORY for r in records)

@@ -70,7 +70,7 @@ def float64(sample: Sample) -> Sample:
     return tree_map_only(Tensor, up, sample)  # type: ignore[no-any-return]
 
 
-def _run(
+def both_passes(
     fn: Callable[..., Any], sample: Sample, dtype: torch.dtype
 ) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
     """Return the floating-point results, and the gradient of Σ result·(random) for every floating-point argument."""
@@ -103,8 +103,8 @@ def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
 def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     """Return the largest error of values and gradients over its tolerance; raise if shapes or gradients don't match."""
     rtol, atol = spec.tolerances[dtype]
-    outs, grads = _run(spec.op, sample, dtype)
-    expected, expected_grads = _run(spec.reference, float64(sample), dtype)
+    outs, grads = both_passes(spec.op, sample, dtype)
+    expected, expected_grads = both_passes(spec.reference, float64(sample), dtype)
     if len(outs) != len(expected):
         raise ValueError(f"{len(outs)} results, expected {len(expected)}")
     worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, expected, strict=True)), default=0.0)
