@@ -92,15 +92,16 @@ def train(args: argparse.Namespace) -> int:
     read = text.read(args.text, torch.device(pick_device(args.device)))
     failed = False
     for run in dict.fromkeys(requested):
-        if time.monotonic() >= deadline:
-            say("the time is up; the same command goes on with the rest")
-            break
         with runs.claim(args.out, run) as claimed:
-            if claimed and (record := _one(args.out, run, read, deadline)):
+            record = _one(args.out, run, read, deadline) if claimed and time.monotonic() < deadline else None
+            if record:
                 runs.save(args.out, run, record)
                 failed |= "bits" not in record
                 line = "bits {bits:.4f}  {ms:.2f} ms  {steps:,} steps  {peak_mib:,} MiB  setup {setup:.0f} s"
                 say(f"{run.name}  {line.format(**record) if 'bits' in record else record['error']}")
+            elif claimed:
+                say("the time is up; the same command goes on with the rest")
+                break
     return int(failed)
 
 

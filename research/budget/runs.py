@@ -145,8 +145,7 @@ def read_list(path: Path) -> list[Run]:
             lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is no list of runs: it is not UTF-8") from None
-    lines = [line.partition("#")[0].strip() for line in lines]
-    return [run for line in lines if line for run in parse(line)]
+    return [run for line in lines if (own := line.partition("#")[0].strip()) for run in parse(own)]
 
 
 def load(folder: Path) -> list[tuple[Run, Record]]:

@@ -116,8 +116,7 @@ def test_a_run_takes_its_seconds_and_one_that_is_cut_goes_on_as_if_it_had_not_be
     read, cut = text.read(file, CPU), tmp_path / "some.cut"
     whole = train.train(run, read, cut, math.inf) or {}
     for _ in range(3):  # one step a call
-        assert train.train(run, read, cut, time.monotonic()) is None
-        assert cut.exists()
+        assert (train.train(run, read, cut, time.monotonic()), cut.exists()) == (None, True)
     record = train.train(run, read, cut, math.inf) or {}
     assert [record[name] for name in ("steps", "bits", "seconds")] == [64, whole["bits"], 0.06]
     assert [(p["step"], p["bits"]) for p in record["curve"]] == [(p["step"], p["bits"]) for p in whole["curve"]]
@@ -130,18 +129,20 @@ def test_a_run_takes_its_seconds_and_one_that_is_cut_goes_on_as_if_it_had_not_be
 def test_the_command_from_text_to_table(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that fails stops no other, and its record says why; what is there is not trained again."""
+    """A run that fails stops no other, and its record says why; what is there is not trained again; a cut is told."""
     few(monkeypatch)
     tiny = "n=64 batch=1 width=64 depth=1 seconds=0.05"
-    command = ["run", str(tmp_path), "--text", str(file), "--device", "cpu"]
-    command += ["--run", f"family=dense {tiny}"]
+    command = ["run", str(tmp_path), "--text", str(file), "--device", "cpu", "--run", f"family=dense {tiny}"]
     assert main(command) == 0
     monkeypatch.setattr(train, "update_balance", lambda model: torch.ones(2).view(3))
     assert main([*command, "--run", f"family=experts experts=4 window=16 {tiny}"]) == 1
     assert {str(record.get("error"))[:4] for _, record in runs.load(tmp_path)} == {"None", "Runt"}
     capsys.readouterr()
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == (tmp_path / "budget.md").read_text()
+    assert (main(["report", str(tmp_path)]), capsys.readouterr().out) == (0, (tmp_path / "budget.md").read_text())
+    monkeypatch.setattr(train, "train", lambda *_: None)  # as at the deadline
+    up = "the time is up; the same command goes on with the rest\n"
+    for more, said in ((["--limit", "0"], ""), (["--run", f"family=dense {tiny} seed=1"], up)):
+        assert (main([*command, *more]), capsys.readouterr().out) == (0, said)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("budget.md")))
@@ -153,7 +154,6 @@ def test_committed_tables_are_of_their_records(path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bf16"])
 def test_a_step_is_a_graph_that_trains(file: Path, tmp_path: Path, name: str) -> None:
     run = dataclasses.replace(MODELS[name], seconds=2.0)
-    record = train.train(run, text.read(file, torch.device("cuda")), tmp_path / "cut", math.inf)
-    assert record is not None
+    record = train.train(run, text.read(file, torch.device("cuda")), tmp_path / "cut", math.inf) or {}
     assert record["graph"]
     assert record["bits"] < 6
