@@ -6,24 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.records import read, write_text
+from benchmarks.bench.records import read
 from benchmarks.bench.runner import OURS, is_rival, label
+from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 
 Record = Mapping[str, Any]
-
-
-def _ordered(values: Sequence[str], first: str | None = None) -> list[str]:
-    """Distinct values in order of appearance, one of them put first."""
-    distinct = list(dict.fromkeys(values))
-    return sorted(distinct, key=lambda v: v != first)
-
-
-def _groups(records: Sequence[Record], *fields: str) -> dict[tuple[str, ...], list[Record]]:
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(str(record[f]) for f in fields), []).append(record)
-    return groups
 
 
 def _time(record: Record, best: float) -> str:
@@ -48,9 +36,11 @@ def ratio(row: Mapping[str, Record]) -> str:
 
 def table(records: Sequence[Record], cell: Callable[[Record, float], str] = _time) -> str:
     """Markdown: a row per case, a column per implementation; of times the fastest in bold, and ours against rivals'."""
-    blocks = []
-    for (op, stage, dtype), group in _groups(records, "op", "pass", "dtype").items():
-        impls = _ordered([str(r["impl"]) for r in group], OURS)
+    blocks, groups = [], dict[tuple[str, ...], list[Record]]()
+    for record in records:
+        groups.setdefault((record["op"], record["pass"], record["dtype"]), []).append(record)
+    for (op, stage, dtype), group in groups.items():
+        impls = sorted(dict.fromkeys(str(r["impl"]) for r in group), key=lambda name: name != OURS)
         heads = [f"{op} {stage}, {dtype}", *(i.replace("|", "\\|") for i in impls)]
         heads += ["× fastest rival"] if cell is _time else []
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -106,5 +96,5 @@ def build(directory: Path) -> list[Path]:
         if not records:
             raise UserError(f"{source} has a header but no measurements")
         written.append(source.with_suffix(".md"))
-        write_text(written[-1], page(header, records))
+        files.write(written[-1], page(header, records))
     return written

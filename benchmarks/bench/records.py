@@ -10,7 +10,7 @@ from typing import Any
 
 from onepass.core.about import dtype_name
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError
+from onepass.train.commands.errors import UserError, doing
 
 from .runner import DISAGREES, FAILED, MISSING, OK, Result
 
@@ -28,38 +28,31 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else round(size / 2**20, 3)
 
 
+def _what(result: Result) -> dict[str, Any]:
+    case = result.case
+    entry = {"op": case.op, "pass": case.stage, "case": dict(case.params), "dtype": dtype_name(case.dtype)}
+    return {**entry, "impl": result.impl}
+
+
 def record(result: Result, copy_gbps: float) -> dict[str, Any]:
     """Return the record of a timed result."""
-    case = result.case
     if result.us is None:
         raise ValueError(f"{result.impl} was not timed: {result.note}")
+    error = {} if result.error is None else {"error": float(f"{result.error:.3g}")}
     return {
-        "op": case.op,
-        "pass": case.stage,
-        "case": dict(case.params),
-        "dtype": dtype_name(case.dtype),
-        "impl": result.impl,
+        **_what(result),
         "us": round(result.us, 2),
         "gbps": round(gbps(result), 1),
         "copy_pct": round(100 * gbps(result) / copy_gbps, 1),
         "host_us": None if result.host_us is None else round(result.host_us, 2),
         "peak_mib": _mib(result.peak),
         "kept_mib": _mib(result.kept),
-    } | ({} if result.error is None else {"error": float(f"{result.error:.3g}")})
-
-
-def _problem(result: Result) -> dict[str, Any]:
-    case = result.case
-    entry = {"op": case.op, "pass": case.stage, "case": dict(case.params), "dtype": dtype_name(case.dtype)}
-    return entry | {"impl": result.impl, "note": result.note}
+        **error,
+    }
 
 
 def document(
-    about: Mapping[str, Any],
-    results: Sequence[Result],
-    copy_gbps: float,
-    *,
-    complete: bool,
+    about: Mapping[str, Any], results: Sequence[Result], copy_gbps: float, *, complete: bool
 ) -> list[dict[str, Any]]:
     """Return a header that lists failures and disagreements, then a record per implementation that agrees with ours."""
     header = {
@@ -68,8 +61,8 @@ def document(
         "copy_gbps": round(copy_gbps, 1),
         "complete": complete,
         "missing": sorted({r.note for r in results if r.status == MISSING}),
-        "failed": [_problem(r) for r in results if r.status == FAILED],
-        "disagreeing": [_problem(r) for r in results if r.status == DISAGREES],
+        "failed": [_what(r) | {"note": r.note} for r in results if r.status == FAILED],
+        "disagreeing": [_what(r) | {"note": r.note} for r in results if r.status == DISAGREES],
         "seconds": round(sum(r.seconds for r in results), 1),
     }
     return [header, *(record(r, copy_gbps) for r in results if r.status == OK)]
@@ -77,34 +70,23 @@ def document(
 
 def check_writable(path: Path) -> None:
     """Raise UserError if a file can't be written, before minutes of measuring are spent."""
-    try:
+    with doing(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror or error}") from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"can't write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
 
 
 def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write a document, one entry per line."""
-    write_text(path, "[\n" + ",\n".join(json.dumps(e, default=str, ensure_ascii=False) for e in entries) + "\n]\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees the old text or the new one."""
-    try:
+    """Write a document atomically, one entry per line."""
+    with doing(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror or error}") from error
-    files.write(path, text)
+    files.write(path, "[\n" + ",\n".join(json.dumps(e, default=str, ensure_ascii=False) for e in entries) + "\n]\n")
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return (header, records) of a results file; raise UserError if it is not one."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror or error}") from error
+        entries = json.loads(files.read(path))
     except ValueError as error:
         raise UserError(f"{path} is no JSON: {error}") from error
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core import check
 from onepass.nn.count import check_size
-from onepass.nn.packed import check_mask
+from onepass.nn.packed import check_mask, check_tokens
 from onepass.ops.routing.op import gather, scatter_add
 
 from .heavy import HeavyAttention, LocalAttention
@@ -54,9 +53,7 @@ class RoutedHeavy(nn.Module):
     def check(self, x: Tensor, mask: Tensor | None = None, name: str = "x") -> None:
         """Raise an error unless x is (batch, n, dim) and mask is None or (batch, n)."""
         module = type(self).__name__
-        check.floating(module, name, x)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"{module}: {name} must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        check_tokens(module, x, self.dim, name)
         check_mask(module, x, mask, "mask" if name == "x" else f"{name}_mask")
 
     def heavy(self, light: Tensor, q: RouterReturn, kv: RouterReturn, starts: Tensor | None = None) -> Tensor:

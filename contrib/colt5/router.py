@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core import check
 from onepass.nn.count import check_number, check_size
-from onepass.nn.packed import check_mask
+from onepass.nn.packed import check_mask, check_tokens
 from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import rms_norm
@@ -110,9 +109,7 @@ class CoordinateDescentRouter(nn.Module):
         self, x: Tensor, *, num_tokens: int, mask: Tensor | None = None, random_route: bool = False,
         routing_tokens: Tensor | None = None, keep_one_route_dim: bool = False,
     ) -> RouterReturn:  # fmt: skip
-        check.floating("CoordinateDescentRouter", "x", x)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"CoordinateDescentRouter: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        check_tokens("CoordinateDescentRouter", x, self.dim)
         check_size("CoordinateDescentRouter", "num_tokens", num_tokens)
         n = x.shape[1]
         check_mask("CoordinateDescentRouter", x, mask)

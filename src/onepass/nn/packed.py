@@ -98,11 +98,11 @@ def refuse_int(caller: str, name: str, k: int | float | None) -> None:
         )
 
 
-def check_tokens(module: str, x: Tensor, dim: int) -> None:
+def check_tokens(module: str, x: Tensor, dim: int, name: str = "x") -> None:
     """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
-    check.floating(module, "x", x)
+    check.floating(module, name, x)
     if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"{module}: x must be (batch, n, {dim}), got {tuple(x.shape)}")
+        raise ValueError(f"{module}: {name} must be (batch, n, {dim}), got {tuple(x.shape)}")
 
 
 def check_mask(module: str, x: Tensor, mask: Tensor | None, name: str = "mask") -> None:
