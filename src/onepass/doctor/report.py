@@ -32,11 +32,6 @@ def scrub(text: str) -> str:
     return text
 
 
-def taken_path(verdict: Verdict) -> tuple[str, str]:
-    """Return (path, reason) for tensors of a verdict's device and dtype: kernels or torch."""
-    return path(torch.empty(0, device=verdict.device, dtype=verdict.dtype))
-
-
 def outcome(verdict: Verdict) -> str:
     """Return the outcome of a self-test in a few words."""
     tried = "all samples" if verdict.ran == verdict.samples else f"{verdict.ran} samples (--full tries all)"
@@ -62,7 +57,7 @@ def block(
     lines += [f"{d.device}: {d.name}; {d.details}" for d in devices]
     lines += [f"{name}={value}" for name, value in settings.items()]
     for verdict in verdicts:
-        taken, why = taken_path(verdict)
+        taken, why = path(torch.empty(0, device=verdict.device, dtype=verdict.dtype))
         place = f"{verdict.operator} {verdict.device} {dtype_name(verdict.dtype)}"
         lines.append(f"{place}: {taken} ({why}); {outcome(verdict)}")
     lines += [f"problem: {p}" for p in problems] or ["problems: none"]
