@@ -88,15 +88,6 @@ def _() -> None:
     same_layer(RoutedFeedForward(DIM, 1 / 4), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
-@many("torch.compile leaves layers of DTensors to eager", {"layer": ["Routed", "RoutedBlock", "LocalAttention"]})
-def _(layer: str) -> None:
-    layer = distribute_module(EVERY[layer]().to(device_type()), mesh())
-    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(0)])
-    y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
-    got.sum().backward()
-    torch.testing.assert_close(whole(got.detach()), whole(y.detach()))
-
-
 @many("one collective", {"layer": list(EVERY), "placed": [False, True]})
 def _(layer: str, placed: bool) -> None:
     """The sum of a layer's gradients of weights; a block has two layers."""

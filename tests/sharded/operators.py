@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Shard, distribute_module, distribute_tensor
 
 import onepass
 from harness import SPECS, build, largest_small, replace
@@ -18,7 +18,8 @@ from onepass.ops.norm.definition import NONE
 from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.weighted_sum import op as weighted_sum
-from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, wide
+from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, whole, wide
+from sharded.modules import DIM, EVERY
 
 SAMPLES = {f"{spec.name}, {name}": (spec, name) for spec in SPECS for name in largest_small(spec)}
 # their results lie where their rows lie
@@ -160,6 +161,16 @@ def _() -> None:
     )
     compare(lambda s: onepass.coor_descent(s, n_iters=3, k=2), [wide(4, 6)], [[Shard(1)]], compiled=True)
     compare(lambda s: onepass.topk(s, 2), [wide(4, 6)], [[Shard(0)]], compiled=True)
+
+
+@many("torch.compile leaves layers of DTensors to eager", {"layer": ["Routed", "RoutedBlock", "LocalAttention"]})
+def _(layer: str) -> None:
+    device = mesh().device_type
+    layer = distribute_module(EVERY[layer]().to(device), mesh())
+    x = distribute_tensor(torch.randn(4, 20, DIM).to(device), mesh(), [Shard(0)])
+    y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
+    got.sum().backward()
+    torch.testing.assert_close(whole(got.detach()), whole(y.detach()))
 
 
 @case("a plain tensor beside a DTensor is refused by name")

@@ -128,6 +128,15 @@ def wait_for(run: Path, losses: int) -> None:
     raise AssertionError(f"{run} did not get to {losses} losses")
 
 
+def struck(rank: int, by: int, texts: Path, out: Path, *options: object, restarts: int = 0) -> tuple[int, str]:
+    """Send a process of two a signal after 12 losses; return the job's exit code and its standard error."""
+    with start(2, texts, "--out", out, *TINY, *options, restarts=restarts) as running:
+        wait_for(out, 12)
+        os.kill(process(running, rank), by)
+        _, faults = ended(running)
+    return running.returncode, faults
+
+
 def told_lost(faults: str, run: Path, then: str) -> None:
     """Demand one line, about a process that has ended."""
     (line,) = own_lines(faults)
@@ -140,23 +149,14 @@ def told_lost(faults: str, run: Path, then: str) -> None:
 def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
     texts: Path, of: Runs, tmp_path: Path, rank: int
 ) -> None:
-    whole, out = of(2, *LONG), tmp_path / "killed"
-    given = [texts, "--out", out, *TINY, "--threads", 1, *LONG]
-    with start(2, *given, restarts=1) as running:
-        wait_for(out, 12)
-        os.kill(process(running, rank), signal.SIGKILL)
-        _, faults = ended(running)
-    assert running.returncode == 0, faults[-4000:]
+    whole, out, again = of(2, *LONG), tmp_path / "killed", tmp_path / "again"
+    code, faults = struck(rank, signal.SIGKILL, texts, out, "--threads", 1, *LONG, restarts=1)
+    assert code == 0, faults[-4000:]
     told_lost(faults, out, "torchrun starts it again from there")
     bit_for_bit(out, whole)
 
-    again = tmp_path / "again"
-    given[2] = again
-    with start(2, *given) as running:
-        wait_for(again, 12)
-        os.kill(process(running, rank), signal.SIGKILL)
-        _, faults = ended(running)
-    assert running.returncode != 0
+    code, faults = struck(rank, signal.SIGKILL, texts, again, "--threads", 1, *LONG)
+    assert code != 0
     told_lost(faults, again, "go on with the same command and --resume")
     # no traceback but torchrun's own
     assert "onepass/train" not in faults
@@ -168,12 +168,10 @@ def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
 def test_a_process_that_hangs_ends_the_others(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEPASS_TEST_COLLECTIVE", "5")
     out = tmp_path / "run"
-    with start(2, texts, "--out", out, *TINY, "--threads", 1, "--steps", 10**6, "--checkpoint-every", 5) as running:
-        wait_for(out, 12)
-        # torchrun kills it as the last one
-        os.kill(process(running, 1), signal.SIGSTOP)
-        _, faults = ended(running)
-    assert running.returncode != 0
+    # torchrun kills it as the last one
+    options = ("--threads", 1, "--steps", 10**6, "--checkpoint-every", 5)
+    code, faults = struck(1, signal.SIGSTOP, texts, out, *options)
+    assert code != 0
     told_lost(faults, out, "go on with the same command and --resume")
     assert "onepass/train" not in faults
 
@@ -241,10 +239,7 @@ def test_two_gpus(texts: Path, of: Runs, tmp_path: Path, layout: tuple[str, ...]
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_killed_process_on_two_gpus(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    given = [texts, "--out", out, *TINY, "--device", "cuda", "--preset", "cpu", "--steps", 400, "--checkpoint-every", 5]
-    with start(2, *given, restarts=1) as running:
-        wait_for(out, 12)
-        os.kill(process(running, 1), signal.SIGKILL)
-        _, faults = ended(running)
-    assert running.returncode == 0, faults[-4000:]
+    options = ("--device", "cuda", "--preset", "cpu", "--steps", 400, "--checkpoint-every", 5)
+    code, faults = struck(1, signal.SIGKILL, texts, out, *options, restarts=1)
+    assert code == 0, faults[-4000:]
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 401))
