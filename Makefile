@@ -10,7 +10,8 @@ ARGS ?=
 JOBS ?= 2
 
 DEV = .venv-dev/bin
-OLDEST = PYTHONPATH=.triton-oldest TRITON_CACHE_DIR=.triton-oldest/cache
+# without lines of the source the compiler takes less time, and its code is the same
+OLDEST = PYTHONPATH=.triton-oldest TRITON_CACHE_DIR=.triton-oldest/cache TRITON_DISABLE_LINE_INFO=1
 # Inductor's cache knows an operator by its name alone: it would run what another commit's operator had compiled to
 PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(DEV)/pytest -q
 PARALLEL = -n $(JOBS) --dist worksteal
