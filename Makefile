@@ -34,8 +34,8 @@ quick: lint types  ## lint, types and the tests of what changed since BASE
 test: lint types unit peers interpret codegen doctest  ## everything that needs no GPU, without the slow tests
 
 test-all:  ## the slow tests, the built packages and the site as well; first what takes one process, side by side
-	$(MAKE) --jobs=2 lint types doctest dist docs
-	$(MAKE) CHOSEN= unit peers interpret codegen
+	$(MAKE) --jobs=2 JOBS=0 types lint peers doctest dist docs
+	$(MAKE) CHOSEN= unit interpret codegen
 
 newest:  ## `test` with the newest of everything; what leans on another library's inside is told apart
 	$(MAKE) LOCK= lint types codegen doctest
