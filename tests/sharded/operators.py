@@ -165,9 +165,8 @@ def _() -> None:
 
 @many("torch.compile leaves layers of DTensors to eager", {"layer": ["Routed", "RoutedBlock", "LocalAttention"]})
 def _(layer: str) -> None:
-    device = mesh().device_type
-    layer = distribute_module(EVERY[layer]().to(device), mesh())
-    x = distribute_tensor(torch.randn(4, 20, DIM).to(device), mesh(), [Shard(0)])
+    layer = distribute_module(EVERY[layer]().to(mesh().device_type), mesh())
+    x = distribute_tensor(torch.randn(4, 20, DIM, device=mesh().device_type), mesh(), [Shard(0)])
     y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
     got.sum().backward()
     torch.testing.assert_close(whole(got.detach()), whole(y.detach()))

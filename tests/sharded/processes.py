@@ -75,5 +75,3 @@ def main(cases: dict[str, Case]) -> None:
             results[name] = traceback.format_exc(limit=-8)
     Path(folder, f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
-    for _ in range(0 if rank else world - 1):
-        os.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -81,11 +82,8 @@ def test_two_processes_have_the_loss_curve_of_one(texts: Path, of: Runs, tmp_pat
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
 
 
-TASKS = [(2, "--fsdp"), (4, "--task causal"), (4, "--fsdp --task causal")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "options"), TASKS)
+@pytest.mark.parametrize(("processes", "options"), [(2, "--fsdp"), (4, "--task causal"), (4, "--fsdp --task causal")])
 def test_every_task(texts: Path, of: Runs, tmp_path: Path, processes: int, options: str) -> None:
     train(processes, texts, tmp_path / "many", *options.split())
     same(tmp_path / "many", of(1, *options.replace("--fsdp", "").split()))
@@ -128,11 +126,11 @@ def wait_for(run: Path, losses: int) -> None:
     raise AssertionError(f"{run} did not get to {losses} losses")
 
 
-def struck(rank: int, by: int, texts: Path, out: Path, *options: object, restarts: int = 0) -> tuple[int, str]:
-    """Send a process of two a signal after 12 losses; return the job's exit code and its standard error."""
+def killed(rank: int, texts: Path, out: Path, *options: object, restarts: int = 0) -> tuple[int, str]:
+    """Kill a process of two after 12 losses; return the job's exit code and its standard error."""
     with start(2, texts, "--out", out, *TINY, *options, restarts=restarts) as running:
         wait_for(out, 12)
-        os.kill(process(running, rank), by)
+        os.kill(process(running, rank), signal.SIGKILL)
         _, faults = ended(running)
     return running.returncode, faults
 
@@ -150,12 +148,12 @@ def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
     texts: Path, of: Runs, tmp_path: Path, rank: int
 ) -> None:
     whole, out, again = of(2, *LONG), tmp_path / "killed", tmp_path / "again"
-    code, faults = struck(rank, signal.SIGKILL, texts, out, "--threads", 1, *LONG, restarts=1)
+    code, faults = killed(rank, texts, out, "--threads", 1, *LONG, restarts=1)
     assert code == 0, faults[-4000:]
     told_lost(faults, out, "torchrun starts it again from there")
     bit_for_bit(out, whole)
 
-    code, faults = struck(rank, signal.SIGKILL, texts, again, "--threads", 1, *LONG)
+    code, faults = killed(rank, texts, again, "--threads", 1, *LONG)
     assert code != 0
     told_lost(faults, again, "go on with the same command and --resume")
     # no traceback but torchrun's own
@@ -168,10 +166,15 @@ def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
 def test_a_process_that_hangs_ends_the_others(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEPASS_TEST_COLLECTIVE", "5")
     out = tmp_path / "run"
-    # torchrun kills it as the last one
-    options = ("--threads", 1, "--steps", 10**6, "--checkpoint-every", 5)
-    code, faults = struck(1, signal.SIGSTOP, texts, out, *options)
-    assert code != 0
+    with start(2, texts, "--out", out, *TINY, "--threads", 1, "--steps", 10**6, "--checkpoint-every", 5) as running:
+        wait_for(out, 12)
+        other, hung = (process(running, rank) for rank in (0, 1))
+        os.kill(hung, signal.SIGSTOP)
+        others, *_ = select.select([os.pidfd_open(other)], [], [], SECONDS)
+        os.kill(hung, signal.SIGKILL)  # as torchrun does half a minute later
+        _, faults = ended(running)
+    assert others
+    assert running.returncode != 0
     told_lost(faults, out, "go on with the same command and --resume")
     assert "onepass/train" not in faults
 
@@ -240,6 +243,6 @@ def test_two_gpus(texts: Path, of: Runs, tmp_path: Path, layout: tuple[str, ...]
 def test_a_killed_process_on_two_gpus(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     options = ("--device", "cuda", "--preset", "cpu", "--steps", 400, "--checkpoint-every", 5)
-    code, faults = struck(1, signal.SIGKILL, texts, out, *options, restarts=1)
+    code, faults = killed(1, texts, out, *options, restarts=1)
     assert code == 0, faults[-4000:]
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 401))
