@@ -143,13 +143,13 @@ def test_gradients_lie_as_their_weights(device: str, gated: bool, own: bool, mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="Dynamo can't trace Triton's interpreter")
-def test_gradients_of_each_sample_compile_for_any_size() -> None:
-    """Dynamo breaks the graph at vmap of grad, as at all our operators, and traces what is inside, with symbols."""
-    x, weights, up, down = _tensors(18, 16, 24, 5, 2, "cpu")
-    each = torch.vmap(torch.func.grad(lambda up, *rest: onepass.experts(*rest, up, down).sum()), (None, 0, 0, 0))
-    given = up, *(t.unflatten(0, (3, 6)) for t in (x, torch.rand(18, 5).topk(2).indices, weights))
-    found = torch.compile(each, backend="aot_eager", dynamic=True)(*given)
-    torch.testing.assert_close(found, each(*given), rtol=1e-4, atol=1e-5)
+def test_compiled_autograd_traces_backward_for_any_size() -> None:
+    for tokens in (18, 20):
+        given = [t.requires_grad_() for t in _tensors(tokens, 16, 24, 5, 2, "cpu")]
+        y = onepass.experts(given[0], torch.rand(tokens, 5).topk(2).indices, *given[1:]).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", dynamic=True)):
+            y.backward(retain_graph=True)
+        torch.testing.assert_close([t.grad for t in given], [*torch.autograd.grad(y, given)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
