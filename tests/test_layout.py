@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 449, 461),
     "train": ("src/onepass/train", 2871, 2900),
-    "tests": ("tests", 18970, 19000),
+    "tests": ("tests", 18968, 19000),
     "measured": ("benchmarks research", 5831, 6000),
     "contrib": ("contrib", 1431, 1438),
     "examples": ("examples", 842, 900),

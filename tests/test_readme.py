@@ -140,13 +140,10 @@ GELU, APART, SWIGLU, BESIDE = (  # SonicMoE in a run of its own
 )
 
 
-def by_lines(name: str) -> list[Record]:
-    lines = (ROOT / "benchmarks/results/h200/raw" / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[1:]]  # the first is the header
-
-
 def in_transformers() -> str:
-    found = [r for r in by_lines("experts_transformers.jsonl") if (r["tree"], r["tokens"]) == ("joint", 8192)]
+    record = ROOT / "benchmarks/results/h200/raw/experts_transformers.jsonl"  # its first line is the header
+    lines = map(json.loads, record.read_text(encoding="utf-8").splitlines()[1:])
+    found = [r for r in lines if (r["tree"], r["tokens"]) == ("joint", 8192)]
     ms = {(r["mode"], r["impl"]): r["ms"] for r in found}
     times = [ms[mode, impl] for mode in ("eager", "compiled") for impl in ("grouped_mm", "onepass")]
     return "{:.1f} ms eager, with ours {:.1f}; compiled {:.1f} and {:.1f}".format(*times)

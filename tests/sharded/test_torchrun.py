@@ -126,13 +126,14 @@ def wait_for(run: Path, losses: int) -> None:
     raise AssertionError(f"{run} did not get to {losses} losses")
 
 
-def killed(rank: int, texts: Path, out: Path, *options: object, restarts: int = 0) -> tuple[int, str]:
-    """Kill a process of two after 12 losses; return the job's exit code and its standard error."""
+def killed(rank: int, texts: Path, out: Path, *options: object, restarts: int = 0) -> tuple[str, int]:
+    """Kill a process of two after 12 losses; return the job's standard error and its exit code."""
     with start(2, texts, "--out", out, *TINY, *options, restarts=restarts) as running:
+        wait_for(out, 1)
+        victim = process(running, rank)  # on a busy machine a search after 12 losses would find the run's end
         wait_for(out, 12)
-        os.kill(process(running, rank), signal.SIGKILL)
-        _, faults = ended(running)
-    return running.returncode, faults
+        os.kill(victim, signal.SIGKILL)
+        return ended(running)[1], running.returncode
 
 
 def told_lost(faults: str, run: Path, then: str) -> None:
@@ -148,12 +149,12 @@ def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
     texts: Path, of: Runs, tmp_path: Path, rank: int
 ) -> None:
     whole, out, again = of(2, *LONG), tmp_path / "killed", tmp_path / "again"
-    code, faults = killed(rank, texts, out, "--threads", 1, *LONG, restarts=1)
+    faults, code = killed(rank, texts, out, "--threads", 1, *LONG, restarts=1)
     assert code == 0, faults[-4000:]
     told_lost(faults, out, "torchrun starts it again from there")
     bit_for_bit(out, whole)
 
-    code, faults = killed(rank, texts, again, "--threads", 1, *LONG)
+    faults, code = killed(rank, texts, again, "--threads", 1, *LONG)
     assert code != 0
     told_lost(faults, again, "go on with the same command and --resume")
     # no traceback but torchrun's own
@@ -243,6 +244,6 @@ def test_two_gpus(texts: Path, of: Runs, tmp_path: Path, layout: tuple[str, ...]
 def test_a_killed_process_on_two_gpus(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     options = ("--device", "cuda", "--preset", "cpu", "--steps", 400, "--checkpoint-every", 5)
-    code, faults = killed(1, texts, out, *options, restarts=1)
+    faults, code = killed(1, texts, out, *options, restarts=1)
     assert code == 0, faults[-4000:]
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 401))
