@@ -136,7 +136,8 @@ class Experts(nn.Module):
         self.balance_rate = float(balance_rate)
         factory: Any = {"device": device, "dtype": dtype}
         # one matrix for gate and up: fewer bytes than two
-        self.up = nn.Parameter(torch.empty(num_experts, dim, hidden_dim * (1 + (activation == "swiglu")), **factory))
+        columns = hidden_dim * (2 if activation == "swiglu" else 1)
+        self.up = nn.Parameter(torch.empty(num_experts, dim, columns, **factory))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **factory))
         for name, stays in (("expert_bias", True), ("tokens_per_expert", False)):
             self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=stays)
