@@ -63,7 +63,7 @@ def update_lists_(
         for i, k in enumerate(groups):
             update_([params[i]], [grads[i]], [momenta[i]], extras[i : i + 1], rows[k])
         return
-    nothing = [None] * len(params)
-    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), groups, [False] * len(params), False)
+    nothing, decay = [None] * len(params), any(row.cautious_decay for row in rows)
+    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), groups, [False] * len(params), decay)
     plan.refresh(grads)
     plan.step(pack_rows(rows), Scalars())

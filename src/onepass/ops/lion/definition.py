@@ -50,7 +50,7 @@ def reference(
         s = s * (keep / mean(keep).clamp(min=1e-5))
     decay = p * row.weight_decay
     if row.cautious_decay:
-        decay = torch.where(s * p > 0, decay, torch.zeros_like(decay))
+        decay = decay * (s * p > 0)
     return p - (s + decay) * row.lr, m * row.beta2 + g * row.rest2
 
 
@@ -115,8 +115,6 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     square = x * x
     value = (square * square).copysign(x) * scales.repeat_interleave(INT8_BLOCK)[: flat.numel()]
     value.masked_fill_(flat == INT8_NAN, float("nan"))
-    if codes.is_contiguous():
-        return value.view(codes.shape)
     return value.as_strided(codes.shape, codes.stride())
 
 

@@ -71,14 +71,16 @@ _CLIP = {torch.float32: 2.0**-96, torch.float64: 2.0**-774}
 def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
     """Update fp32 or fp64 vectors of a multiple of LANES elements, small enough for the cache; u is workspace.
 
-    Four passes over them: `addr` with a vector of one element computes a·x + b·y in one.
+    Four passes over them: `addr` with a vector of one element computes a·x + b·y in one. Like `_fused_sgd_` it leaves
+    out a product with 0, which must turn inf into nan as in `reference`.
     """
     scale, clip = _SCALE[p.dtype], _CLIP[p.dtype]
     one, wide, wide_u = p.new_ones(1), m.unsqueeze(0), u.unsqueeze(0)
-    torch.addr(wide, one, g, beta=row.beta1 * scale, alpha=row.rest1 * row.factor * scale, out=wide_u)
-    wide.addr_(one, g, beta=row.beta2, alpha=row.rest2 * row.factor)
+    beta, alpha = row.beta1 * scale or 1.0, row.rest1 * row.factor * scale
+    torch.addr(wide if row.beta1 else wide * 0.0, one, g, beta=beta, alpha=alpha, out=wide_u)
+    (wide if row.beta2 else wide.mul_(0.0)).addr_(one, g, beta=row.beta2 or 1.0, alpha=row.rest2 * row.factor)
     u.clamp_(-clip, clip)
-    decay = row.weight_decay * clip
+    decay = row.weight_decay * clip or 1e-300
     if row.cautious_decay:
         u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
         decay = 0.0
@@ -111,8 +113,7 @@ def _in_tiles(row: Row, workspace: Tensor) -> Advance:
         wide_p, wide_m = widen(p, extra, workspace.dtype), m.to(workspace.dtype)
         _advance_(wide_p, g.to(workspace.dtype), wide_m, row, workspace[: p.numel()])
         narrow_(p, extra, wide_p)
-        if wide_m is not m:
-            m.copy_(wide_m)
+        narrow_(m, None, wide_m)
 
     return tile_
 
