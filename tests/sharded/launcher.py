@@ -19,9 +19,7 @@ BF16 = "ONEPASS_TEST_BF16"  # the variable that asks for weights of 16 bits, whi
 
 def start(processes: int, *options: object, restarts: int = 0) -> subprocess.Popen[str]:
     """Start `onepass train OPTIONS` in this many processes."""
-    launcher = [
-        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}",
-    ]  # fmt: skip
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node={processes} --max-restarts={restarts}".split()
     command = [sys.executable, *launcher, __file__, "train", *map(str, options)]
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     # a process that crashes tells where

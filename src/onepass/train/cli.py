@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
             return world.leave((lead if world.first else follow)(args, world))
         except loop.InterruptedRunError as stop:
             say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
-            python, out = shlex.quote(sys.executable), shlex.quote(str(stop.path))
-            say(f"go on with: {python} -m onepass train --resume --out {out}")
+            command = "-m", "onepass", "train", "--resume", "--out", str(stop.path), *["--fsdp"] * args.fsdp
+            say(f"go on with: {shlex.join((sys.executable, *world.launcher, *command))}")
             return world.leave(128 + stop.signum)
         finally:
             torch.set_num_threads(threads)
@@ -93,14 +93,9 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     options = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
     options = {**options, "task": args.task or "masked", "model": args.model or "transformer", "seed": args.seed or 0}
     config = configs.build(
-        preset,
-        device=device,
-        precision="bf16" if bf16 else "fp32",
-        threads=args.threads or torch.get_num_threads(),
-        data=corpus.digest,
-        paths=tuple(os.path.abspath(path) for path in args.paths),
-        **options,
-    )
+        preset, device=device, precision="bf16" if bf16 else "fp32", threads=args.threads or torch.get_num_threads(),
+        data=corpus.digest, paths=tuple(os.path.abspath(path) for path in args.paths), **options,
+    )  # fmt: skip
     refuse_longer(config, corpus)
     return config, corpus
 

@@ -46,6 +46,7 @@ class World:
     """The processes of a run: this one, and those that torchrun started beside it. Alone, a process asks no other."""
 
     rank, size = 0, 1
+    launcher: Sequence[str] = ()  # what follows `python` in a command that starts as many processes
     restarts = most_restarts = 0  # how often torchrun has started this process again, and will at most
     why_eager = ""  # reason not to capture the step in a CUDA graph
     fsdp = False  # whether each process holds a part of the weights
@@ -64,6 +65,9 @@ class World:
 
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             self.local_rank = int(os.environ["LOCAL_RANK"])
+            hosts, here = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+            where = "--standalone" if hosts == "1" else f"--nnodes={hosts}"
+            self.launcher = "-m", "torch.distributed.run", where, f"--nproc-per-node={here}"
             # torchrun's store outlives the processes: a prefix separates what they wrote before and after a restart
             store, _, _ = next(rendezvous("env://", self.rank, self.size))
             self.store = dist.PrefixStore(f"onepass/{self.restarts}", store)  # type: ignore[attr-defined]
