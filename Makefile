@@ -25,7 +25,7 @@ LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
 .PHONY: run quick test test-all newest gpu slow lint types unit peers interpret codegen doctest dist docs release lock fuzz soak clean FORCE
 
-run: .venv/ready  ## train a routed transformer on the standard library's own sources
+run: .venv/ready  ## train a small transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
 
 quick: lint types  ## lint, types and the tests of what changed since BASE

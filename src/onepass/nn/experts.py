@@ -91,7 +91,7 @@ class Experts(nn.Module):
     training a forward adds its counts to ``tokens_per_expert`` in place, as a CUDA graph repeats; not under torch.func.
 
     All weights are in memory, a token multiplies by those of top_k experts (docs/experts.md). Results are the same bit
-    for bit from run to run; the host never waits. A token's last bits may depend on how many tokens share its expert.
+    for bit from run to run; only fp64 makes the host wait. Last bits may depend on how many tokens share the expert.
 
     Raises:
         TypeError: a size is not an int, an option has another type, or x and the weights have two dtypes (no autocast).

@@ -44,7 +44,7 @@ class LocalAttention(nn.Module):
 
     Example:
         >>> import torch
-        >>> from onepass.nn.local_attention import LocalAttention
+        >>> from onepass.nn import LocalAttention
         >>> LocalAttention(32, heads=2, dim_head=16, window=8)(torch.randn(2, 50, 32)).shape
         torch.Size([2, 50, 32])
     """

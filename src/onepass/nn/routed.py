@@ -164,7 +164,7 @@ class RoutedFeedForward(Routed):
 
     Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
     under autocast, `torch.compile`, `torch.export` and activation checkpointing. Losses on gates and scores reach x and
-    the router. So does the gradient of y; in the fused form (docs/in_program.md) it does not pass through these two.
+    the router. So does the gradient of y; in the fused form (docs/in_program.md) it is not in ``gates.grad``.
 
     Raises:
         TypeError: k is neither int nor float, dim is not an int, or a width is not a number.

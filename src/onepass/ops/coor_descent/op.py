@@ -75,7 +75,7 @@ def coor_descent(
             one of the last three is infinite. A tensor k on a GPU is not checked: k ≤ 0 gives NaN rows.
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
-    Source: Wright, Coordinate descent algorithms (arXiv 1502.04759); CoLT5 (2303.09752); ε-scaling as in 2304.04947.
+    Source: Wright, Coordinate descent algorithms (arXiv 1502.04759); CoLT5 (2303.09752); CoDA (2304.04947).
 
     Example:
         >>> import torch, onepass

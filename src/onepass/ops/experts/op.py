@@ -224,7 +224,7 @@ def experts(
 
     Raises:
         TypeError: a tensor is not floating-point, indices are not integers, or the dtypes of x and a matrix differ.
-        ValueError: shapes don't fit, devices differ, or an index is out of range (CPU), or a width no multiple of 8.
+        ValueError: shapes don't fit, devices differ, an index is out of range (CPU), or a width no multiple of 8 (GPU).
         NotImplementedError: for second and forward-mode derivatives.
 
     Source: Shazeer et al., Outrageously large neural networks (arXiv:1701.06538).
