@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Sample, Spec
+from onepass.core.spec import GRADIENT, TOLERANCES, Sample, Spec
 from onepass.doctor.selftest import SEED, floats, maker, replace
 from onepass.doctor.selftest import float64 as float64
 from onepass.ops._shared.specs import folders, load
@@ -188,11 +188,11 @@ def same_sums(actual: Tensor, expected: Tensor, n_terms: int, floor: tuple[float
 
 
 def compare_gradients(
-    spec: Spec, actual: dict[int | str, Tensor | None], expected: dict[int | str, Tensor | None], dtype: torch.dtype,
+    actual: dict[int | str, Tensor | None], expected: dict[int | str, Tensor | None], dtype: torch.dtype,
     dtypes: dict[int | str, torch.dtype] | None = None,
 ) -> None:  # fmt: skip
     """Each gradient against float64, scaled by the largest entry: sums over rows round relative to their terms."""
-    rtol, atol = spec.tolerances[dtype]
+    limit = GRADIENT * TOLERANCES[dtype]
     for key, grad in actual.items():
         want = expected[key]
         if want is None or want.numel() == 0:
@@ -202,4 +202,4 @@ def compare_gradients(
         if dtypes is not None:
             assert grad.dtype == dtypes[key], f"gradient of {key} has dtype {grad.dtype}, expected {dtypes[key]}"
         scale = max(1.0, float(want.abs().max()))
-        close(grad, want, spec.grad_factor * rtol, spec.grad_factor * atol * scale, f"gradient of {key}")
+        close(grad, want, limit, limit * scale, f"gradient of {key}")

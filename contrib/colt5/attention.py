@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn.count import check_size
+from onepass.nn.count import check_int
 from onepass.nn.packed import check_mask, check_tokens
 from onepass.ops.routing.op import gather, scatter_add
 
@@ -27,8 +27,8 @@ class RoutedHeavy(nn.Module):
         super().__init__()
         module = type(self).__name__
         for name, size in (("number of heavy query tokens", k_q), ("number of heavy key tokens", k_kv)):
-            check_size(module, name, size)
-        check_size(module, "number of routed key sets", routes)
+            check_int(module, name, size)
+        check_int(module, "number of routed key sets", routes)
         if heads % routes:
             raise ValueError(f"{module}: heads of the heavy branch must be a multiple of {routes} routes, got {heads}")
         options: dict[str, Any] = {"straight_through": straight_through, **(router_kwargs or {})}
@@ -195,7 +195,7 @@ class ConditionalRoutedAutoregressiveAttention(RoutedHeavy):
         )  # fmt: skip
         self.heavy_window_size = light_window_size if heavy_window_size is None else heavy_window_size
         for name, size in (("light_window_size", light_window_size), ("heavy_window_size", self.heavy_window_size)):
-            check_size("ConditionalRoutedAutoregressiveAttention", name, size)
+            check_int("ConditionalRoutedAutoregressiveAttention", name, size)
         self.light_attn = LocalAttention(dim, light_heads, light_dim_head, light_window_size, causal=True)
 
     def forward(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn.count import check_size
+from onepass.nn.count import check_int
 from onepass.nn.norm import LayerNorm
 from onepass.ops.span_attention.op import rotary, span_attention
 
@@ -55,7 +55,7 @@ class HeavyAttention(nn.Module):
     def __init__(self, dim: int, heads: int, dim_head: int, multiply_keys_by_score: bool) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
-            check_size("attention", name, size)
+            check_int("attention", name, size)
         self.heads, self.dim_head, self.multiply_keys_by_score = heads, dim_head, multiply_keys_by_score
         self.norm = ScaledNorm(dim)
         self.null_kv = nn.Parameter(torch.randn(2, heads, dim_head))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.nn.count import check_size
+from onepass.nn.count import check_int
 from onepass.nn.norm import LayerNorm
 
 from .attention import ConditionalRoutedAttention, RoutedHeavy
@@ -119,7 +119,7 @@ class ConditionalRoutedImageAttention(RoutedHeavy):
             router_straight_through, router_kwargs, multiply_keys_by_score, use_null_q_tokens,
             multiply_queries_by_score,
         )  # fmt: skip
-        check_size("ConditionalRoutedImageAttention", "light_window_size", light_window_size)
+        check_int("ConditionalRoutedImageAttention", "light_window_size", light_window_size)
         self.light_window_size, self.channel_first = light_window_size, channel_first
         self.light_attn = WindowAttention(dim, light_heads, light_dim_head)
 
@@ -190,7 +190,7 @@ class ConditionalRoutedViT(nn.Module):
         image, patch = _pair("image_size", image_size), _pair("patch_size", patch_size)
         if image[0] % patch[0] or image[1] % patch[1]:
             raise ValueError(f"ConditionalRoutedViT: image_size must be a multiple of patch_size, got {image}, {patch}")
-        check_size("ConditionalRoutedViT", "dim", dim)
+        check_int("ConditionalRoutedViT", "dim", dim)
         if dim % 4:
             raise ValueError(f"ConditionalRoutedViT: dim must be a multiple of 4, got {dim}")
         width = channels * patch[0] * patch[1]
@@ -269,6 +269,6 @@ def _positions(x: Tensor) -> Tensor:
 
 def _pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
     height, width = size if isinstance(size, tuple) else (size, size)
-    check_size("ConditionalRoutedViT", name, height)
-    check_size("ConditionalRoutedViT", name, width)
+    check_int("ConditionalRoutedViT", name, height)
+    check_int("ConditionalRoutedViT", name, width)
     return height, width

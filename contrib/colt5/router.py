@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn.count import check_number, check_size
+from onepass.nn.count import check_int, check_number
 from onepass.nn.packed import check_mask, check_tokens
 from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops.coor_descent.op import coor_descent
@@ -87,7 +87,7 @@ class CoordinateDescentRouter(nn.Module):
         if route_block_size is not None:
             sizes["route_block_size"] = route_block_size
         for name, size in sizes.items():
-            check_size("CoordinateDescentRouter", name, size)
+            check_int("CoordinateDescentRouter", name, size)
         check_number("CoordinateDescentRouter", "fetch_k_ratio", fetch_k_ratio)
         if fetch_k_ratio < 1:
             raise ValueError(f"CoordinateDescentRouter: fetch_k_ratio must be ≥ 1, got {fetch_k_ratio}")
@@ -110,7 +110,7 @@ class CoordinateDescentRouter(nn.Module):
         routing_tokens: Tensor | None = None, keep_one_route_dim: bool = False,
     ) -> RouterReturn:  # fmt: skip
         check_tokens("CoordinateDescentRouter", x, self.dim)
-        check_size("CoordinateDescentRouter", "num_tokens", num_tokens)
+        check_int("CoordinateDescentRouter", "num_tokens", num_tokens)
         n = x.shape[1]
         check_mask("CoordinateDescentRouter", x, mask)
         several = keep_one_route_dim or self.num_routing_tokens > 1
@@ -232,7 +232,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None, use_triton: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_size("ConditionalRoutedFeedForward", "num_heavy_tokens", num_heavy_tokens)
+        check_int("ConditionalRoutedFeedForward", "num_heavy_tokens", num_heavy_tokens)
         self.num_heavy_tokens = num_heavy_tokens
         self.router = CoordinateDescentRouter(dim, straight_through=router_straight_through, **(router_kwargs or {}))
         self.light_ff = _feed_forward("light_ff_mult", dim, light_ff_mult)

@@ -30,7 +30,7 @@ from harness import (
     upstream,
 )
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Spec
+from onepass.core.spec import GRADIENT, TOLERANCES, Spec
 
 Tensors = dict[int | str, Tensor]
 
@@ -64,13 +64,13 @@ def test_the_narrowest_cases_are_among_the_samples(spec: Spec) -> None:
     assert any(shape[-1] == narrowest and math.prod(shape) for shape in shapes), "no sample of one column"
 
 
-def _compare(spec: Spec, actual: Tensor, expected: Tensor, what: str) -> None:
+def _compare(actual: Tensor, expected: Tensor, what: str) -> None:
     if not expected.numel():
         assert actual.shape == expected.shape
         return
-    rtol, atol = spec.tolerances[torch.float32]
+    tolerance = GRADIENT * TOLERANCES[torch.float32]
     scale = max(1.0, float(expected.abs().max()))
-    close(actual, expected, spec.grad_factor * rtol, spec.grad_factor * atol * scale, what)
+    close(actual, expected, tolerance, tolerance * scale, what)
 
 
 @pytest.mark.skipif(INTERPRET, reason="batches of gradients hand the kernels the same")
@@ -91,7 +91,7 @@ def test_jacobians(spec: Spec, name: str) -> None:
         actual = torch.func.jacrev(lambda tensors: tuple(call(spec.op, replace(sample, tensors))))(wanted)
         for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
             for key in wanted:
-                _compare(spec, ours[key], theirs[[*inputs].index(key)], f"output {i} by {key} of {keys}")
+                _compare(ours[key], theirs[[*inputs].index(key)], f"output {i} by {key} of {keys}")
 
 
 def _cases(spec: Spec, name: str, size: int) -> Iterator[tuple[str, bool, str, str]]:
@@ -138,7 +138,7 @@ def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
             expected = gradients(spec.reference, float64(replace(sample, element)), gy=up)
             for k in wanted:
                 exact = torch.zeros_like(got[k][i]).double() if expected.get(k) is None else expected[k]
-                _compare(spec, got[k][i], exact, f"{batched} batched {place}, element {i}, argument {k}")
+                _compare(got[k][i], exact, f"{batched} batched {place}, element {i}, argument {k}")
 
 
 def test_the_samples_of_every_operator_are_tried() -> None:

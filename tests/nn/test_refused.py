@@ -133,7 +133,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "order: num_experts must be ≥ 1, got 0", lambda: expert_order(torch.zeros(2, 2).int(), 0)),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
-    (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),
+    (ValueError, "num_routes must be ≥ 1 and ≤ 16, got 17", lambda: Router(8, 17)),
     *((ValueError, f"eps must be a finite number > 0, got {x}", lambda x=x: Router(8, eps=x)) for x in (0.0, inf)),
     (ValueError, "kind must be one of capped_exp.*got 'hard'", lambda: Router(8, kind="hard")),
     (TypeError, "Router: unexpected argument score; scores are", lambda: Router(8, score="cosine")),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from onepass.core.about import one_line
-from onepass.core.spec import DEFAULT_TOLERANCES, Sample, Spec
+from onepass.core.spec import GRADIENT, TOLERANCES, Sample, Spec
 
 SEED = 20
 # time budget; the first fp32 sample of every operator runs even after it
@@ -102,12 +102,12 @@ def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
 
 def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     """Return the largest error of values and gradients over its tolerance; raise if shapes or gradients don't match."""
-    rtol, atol = spec.tolerances[dtype]
+    tolerance = TOLERANCES[dtype]
     outs, grads = both_passes(spec.op, sample, dtype)
     expected, expected_grads = both_passes(spec.reference, float64(sample), dtype)
     if len(outs) != len(expected):
         raise ValueError(f"{len(outs)} results, expected {len(expected)}")
-    worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, expected, strict=True)), default=0.0)
+    worst = max((_ratio(o, w, tolerance, tolerance) for o, w in zip(outs, expected, strict=True)), default=0.0)
     for key, expected_grad in expected_grads.items():
         grad = grads[key]
         if expected_grad is None or grad is None:
@@ -116,7 +116,7 @@ def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
             continue
         # a gradient that sums over rows has errors relative to its largest entry
         scale = max(1.0, float(expected_grad.abs().max())) if expected_grad.numel() else 1.0
-        worst = max(worst, _ratio(grad, expected_grad, spec.grad_factor * rtol, spec.grad_factor * atol * scale))
+        worst = max(worst, _ratio(grad, expected_grad, GRADIENT * tolerance, GRADIENT * tolerance * scale))
     return worst
 
 
@@ -163,11 +163,11 @@ def check_lion(device: torch.device, dtype: torch.dtype) -> float:
             expected[i] = expected[i] - lr * (direction + decay * expected[i])
             momenta[i] = beta2 * momenta[i] + (1 - beta2) * g
         optimizer.step()
-    rtol, atol = DEFAULT_TOLERANCES[dtype]
-    worst = max(_ratio(p, w, rtol, atol) for p, w in zip(ours, expected, strict=True))
+    tolerance = TOLERANCES[dtype]
+    worst = max(_ratio(p, w, tolerance, tolerance) for p, w in zip(ours, expected, strict=True))
     for p, m in zip(ours, momenta, strict=True):
         state = optimizer.state[p]["exp_avg"]
-        worst = max(worst, _ratio(state, m, rtol, atol * float(m.abs().max())))
+        worst = max(worst, _ratio(state, m, tolerance, tolerance * float(m.abs().max())))
     return worst
 
 

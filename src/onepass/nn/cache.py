@@ -23,7 +23,7 @@ from onepass.ops.routing.op import gather
 from onepass.ops.span_attention.op import rotary
 
 from .calls import Layer
-from .count import check_dtype, check_size, count
+from .count import check_dtype, check_int, count
 from .router import RouterOutput, k_for
 
 # torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
@@ -445,8 +445,8 @@ class Block(Layer):
             >>> torch.allclose(steps, block(x), atol=1e-5)
             True
         """
-        check_size(type(self).__name__, "batch", batch)
-        check_size(type(self).__name__, "max_tokens", max_tokens)
+        check_int(type(self).__name__, "batch", batch)
+        check_int(type(self).__name__, "max_tokens", max_tokens)
         self.check_decodes()
         device = next(self.parameters()).device
         attention, feed_forward = self.caches(clock or Clock(batch, max_tokens, device))

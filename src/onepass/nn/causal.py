@@ -11,7 +11,7 @@ from onepass.fused.choice import Choice
 from onepass.ops.causal_choice.definition import places
 from onepass.ops.causal_choice.op import MEMORY, check_sizes
 
-from .count import check_size, refuse_gone
+from .count import check_int, refuse_gone
 from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
@@ -19,23 +19,14 @@ if TYPE_CHECKING:
 
 
 class CausalRouter(Router):
-    r"""`Router` for language models: the choice and the gate of token i depend on the tokens up to i alone.
+    """`Router` for language models: the choice and the gate of token i depend on the tokens up to i alone.
 
-    A running threshold chooses a share r of the tokens. With blocks of ``block`` tokens, the threshold of token i
-    in block b is the score that this share of earlier tokens exceeds:
-
-    .. math::
-        t_i = \text{the score of rank } \lfloor r\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
-        g_i = \sigma\!\big((s_i - t_i)/\varepsilon\big)
-
-    where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block, P are the tokens
-    before i; the first token of a sequence has none and is chosen. Tokens above their threshold are chosen in order,
-    while the number chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, R_b real tokens before the block.
-    A float k is r: a choice depends on the row's real tokens so far alone. An int k means k/n, which depends on n.
+    A running threshold, which a share r of the earlier tokens exceeds, chooses that share (`onepass.ops.causal_choice`
+    has the formulas); the first token of a sequence is chosen. A float k is r: a choice depends on the row's real
+    tokens so far alone. An int k means k/n, which depends on n.
 
     A chosen gate lies between ½ and 1 and has a gradient in its own score (a capped exponential has none above the
-    threshold). Gradients flow through the thresholds too (`onepass.ops.causal_choice`): if all scores rise together,
-    no gate changes.
+    threshold). Gradients flow through the thresholds too: if all scores rise together, no gate changes.
 
     Args:
         dim: width of the tokens.
@@ -70,8 +61,8 @@ class CausalRouter(Router):
     ) -> None:  # fmt: skip
         refuse_gone("CausalRouter", gone)  # `Router` would take its own options, which have no effect here
         super().__init__(dim, eps=eps, device=device, dtype=dtype)
-        check_size("CausalRouter", "block", block)
-        check_size("CausalRouter", "memory", memory)
+        check_int("CausalRouter", "block", block)
+        check_int("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)
         self.block, self.memory = block, memory
 

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from onepass.ops.causal_choice.definition import fraction, nearest
 
 
-def check_size(module: str, name: str, size: int) -> None:
-    """Raise TypeError unless size is an int, ValueError unless it is ≥ 1."""
-    check_int(module, name, size, 1)
-
-
-def check_int(module: str, name: str, value: int, least: int = 0, most: int = 2**63 - 1) -> None:
+def check_int(module: str, name: str, value: int, least: int = 1, most: int = 2**63 - 1) -> None:
     """Raise TypeError unless value is an int, ValueError unless it is in the range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{module}: {name} must be an int, got {type(value).__name__}")

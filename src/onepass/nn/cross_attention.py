@@ -12,7 +12,7 @@ from onepass.core.eager import plain
 from onepass.ops.routing.op import gather, scatter_add
 
 from .attention import AttentionRouting, HeavyAttention, check_routers
-from .count import check_count, check_size
+from .count import check_count, check_int
 from .explore import explore
 from .local_attention import check_heads
 from .packed import check_tokens
@@ -86,7 +86,7 @@ class RoutedCrossAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("RoutedCrossAttention", dim, heads, dim_head)
-        check_size("RoutedCrossAttention", "dim_context", dim if dim_context is None else dim_context)
+        check_int("RoutedCrossAttention", "dim_context", dim if dim_context is None else dim_context)
         check_count("RoutedCrossAttention", "k_q", k_q)
         check_count("RoutedCrossAttention", "k_kv", k_kv)
         check_routers("RoutedCrossAttention", router_q, router_kv)

@@ -16,7 +16,7 @@ from onepass.ops.topk.op import topk
 
 from .block import RoutedBlock
 from .cache import BlockCache, Clock, clear
-from .count import check_int, check_number, check_size
+from .count import check_int, check_number
 from .graphed import refuse_changed, settings
 from .transformer import TransformerBlock
 
@@ -76,9 +76,9 @@ class Decoder:
             got = [type(b).__name__ for b in self.blocks] if hasattr(blocks, "__iter__") else type(blocks).__name__
             raise TypeError(f"Decoder: blocks must be a list of TransformerBlock or RoutedBlock modules, got {got}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
-            check_size("Decoder", name, size)
-        check_int("Decoder", "lookback", lookback)
-        check_int("Decoder", "seed", seed)
+            check_int("Decoder", name, size)
+        check_int("Decoder", "lookback", lookback, 0)
+        check_int("Decoder", "seed", seed, 0)
         check_number("Decoder", "temperature", temperature, "a finite number ≥ 0", lambda t: 0 <= t < math.inf)
         check_number(
             "Decoder", "top_p", 1 if top_p is None else top_p, "a probability 0 < top_p ≤ 1", lambda p: 0 < p <= 1
@@ -161,7 +161,7 @@ class Decoder:
 
         m is 1 on a CPU and at most 32 on a GPU, where the host waits once per yield.
         """
-        check_size("Decoder", "count", count)
+        check_int("Decoder", "count", count)
         longest, room = max(self._counts(prompt, lengths)), self.clock.max_tokens
         if longest + count - 1 > room:
             raise ValueError(

@@ -16,7 +16,7 @@ from onepass.ops.experts.op import ACTIVATIONS, experts
 from onepass.ops.norm.op import rms_norm
 
 from .calls import RoutedCall, as_written, has_no_overrides
-from .count import check_dtype, check_flag, check_int, check_number, check_size
+from .count import check_dtype, check_flag, check_int, check_number
 from .norm import RMSNorm
 
 
@@ -119,10 +119,10 @@ class Experts(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         for name, size in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
-            check_size("Experts", name, size)
+            check_int("Experts", name, size)
         hidden_dim = max(1, 4 * dim // top_k) if hidden_dim is None else hidden_dim
-        check_size("Experts", "hidden_dim", hidden_dim)
-        check_int("Experts", "shared_dim", shared_dim)
+        check_int("Experts", "hidden_dim", hidden_dim)
+        check_int("Experts", "shared_dim", shared_dim, 0)
         check_flag("Experts", "norm_topk", norm_topk)
         check_number("Experts", "balance_rate", balance_rate, "a finite number ≥ 0", lambda r: 0 <= r < math.inf)
         if top_k > num_experts:
@@ -181,11 +181,8 @@ class Experts(nn.Module):
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(f"Experts: x must be (…, dim = {self.dim}), got {tuple(x.shape)}")
         check_dtype("Experts", x, self.up)
+        arguments.mask_of("Experts", mask, "x.shape[:-1]", x.shape[:-1], "x", x)
         if mask is not None:
-            arguments.boolean("Experts", mask, "real token")
-            if mask.shape != x.shape[:-1]:
-                raise ValueError(f"Experts: mask must be {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
-            check.same_device("Experts", "mask", mask, "x", x)
             # 0·NaN is NaN in a weight's gradient
             x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
         matrices: list[Tensor] = [self.up, self.down]

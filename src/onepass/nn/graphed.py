@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from onepass.core.garbage import collected
 
-from .count import check_size
+from .count import check_int
 
 
 class _Fresh(torch.autograd.Function):
@@ -40,34 +40,30 @@ class _Fresh(torch.autograd.Function):
 _SIMPLE = {bool, int, float, str, torch.dtype, type(None)}
 
 
-def _settings(module: nn.Module, owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the state whose changes a captured graph does not see: of a module, and of the object that captured it.
+def settings(module: nn.Module, device: torch.device, owner: object = None) -> dict[str, Any]:
+    """Return by name what a captured graph repeats: of torch, of a module, and of the object that captured it.
 
     Of all modules: numbers, flags, classes, hooks, forwards set on instances, addresses of parameters and buffers. Of
     the owner: numbers, flags, functions and addresses of tensors.
     """
+    kind = device.type
+    repeated: dict[str, Any] = {}
     for key, value in () if owner is None else vars(owner).items():
         if type(value) in _SIMPLE or callable(value):
-            yield key, value
+            repeated[key] = value
         elif isinstance(value, Tensor):
-            yield key, (value.data_ptr(), value.requires_grad)
+            repeated[key] = value.data_ptr(), value.requires_grad
     for name, m in module.named_modules():
         prefix, state = f"{name}." if name else "", m.__dict__
-        yield f"{prefix}__class__", type(m)
+        repeated[f"{prefix}__class__"] = type(m)
         for key, value in state.items():
             if type(value) in _SIMPLE or key == "forward":
-                yield prefix + key, value
+                repeated[prefix + key] = value
             elif value and key.endswith("_hooks"):
-                yield prefix + key, list(value)
+                repeated[prefix + key] = list(value)
         for key, t in (*state["_parameters"].items(), *state["_buffers"].items()):
-            yield prefix + key, None if t is None else (t.data_ptr(), t.requires_grad)
-
-
-def settings(module: nn.Module, device: torch.device, owner: object = None) -> dict[str, Any]:
-    """Return by name all settings that a captured graph repeats."""
-    kind = device.type
-    return {
-        **dict(_settings(module, owner)),
+            repeated[prefix + key] = None if t is None else (t.data_ptr(), t.requires_grad)
+    return repeated | {
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "the precision of fp32 products": torch.get_float32_matmul_precision(),
@@ -120,7 +116,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"graphed: module must be an nn.Module, got {type(module).__name__}")
-    check_size("graphed", "warmup", warmup)
+    check_int("graphed", "warmup", warmup)
     samples = _described(tensors)
     for i, t in enumerate(tensors):
         if not t.is_cuda:

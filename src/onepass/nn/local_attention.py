@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onepass.fused.runs import cached_for, neighbours
 from onepass.ops.span_attention.op import rotary, rotary_attention
 
-from .count import check_dtype, check_size
+from .count import check_dtype, check_int
 from .norm import RMSNorm
 from .packed import check_tokens, zero_padding
 from .whole_rows import takes_whole_rows, whole_rows
@@ -55,7 +55,7 @@ class LocalAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("LocalAttention", dim, heads, dim_head)
-        check_size("LocalAttention", "window", window)
+        check_int("LocalAttention", "window", window)
         self.dim, self.heads, self.dim_head, self.window, self.causal = dim, heads, dim_head, window, causal
         self.norm = RMSNorm(dim, device=device, dtype=dtype)
         self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
@@ -86,6 +86,6 @@ class LocalAttention(nn.Module):
 def check_heads(name: str, dim: int, heads: int, dim_head: int) -> None:
     """Raise TypeError unless the sizes are ints, ValueError unless they are ≥ 1 and dim_head is even."""
     for argument, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
-        check_size(name, argument, size)
+        check_int(name, argument, size)
     if dim_head % 2:
         raise ValueError(f"{name}: dim_head must be even (rotary positions turn pairs of channels), got {dim_head}")

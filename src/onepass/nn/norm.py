@@ -97,11 +97,7 @@ class RMSNorm(nn.RMSNorm):
         rounding: ``"twice"`` rounds as the RMS norms of Llama, Qwen and T5 do (see `onepass.rms_norm`); not with an
             offset.
 
-    The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
-
-    Raises:
-        TypeError: x or residual is not a floating-point tensor, or normalized_shape not made of ints.
-        ValueError: x does not end in normalized_shape, or residual has another shape.
+    Dtypes and errors are those of `LayerNorm`.
 
     Example:
         >>> import torch

@@ -107,12 +107,7 @@ def check_tokens(module: str, x: Tensor, dim: int, name: str = "x") -> None:
 
 def check_mask(module: str, x: Tensor, mask: Tensor | None, name: str = "mask") -> None:
     """Raise TypeError or ValueError unless mask is None or a bool mask (batch, n) of tokens x (batch, n, dim)."""
-    if mask is None:
-        return
-    arguments.boolean(module, mask, "real token")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(f"{module}: {name} must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
-    check.same_device(module, name, mask, "x", x)
+    arguments.mask_of(module, mask, "(batch, n)", x.shape[:2], "x", x, name=name)
 
 
 def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from onepass.ops.routing.op import gather, scatter_add
 
 from .calls import Layer, as_written, branch_dtype, parts_of
 from .causal import CausalRouter
-from .count import check_count, check_dtype, check_number, check_size, refuse_gone
+from .count import check_count, check_dtype, check_int, check_number, refuse_gone
 from .explore import explore
 from .norm import RMSNorm
 from .packed import check_mask, zero_padding
@@ -194,7 +194,7 @@ class RoutedFeedForward(Routed):
                 raise ValueError(f"RoutedFeedForward: {problem}; it must be finite and ≥ 1")
             return FeedForward(dim, int(dim * mult), bias=bias, device=device, dtype=dtype)
 
-        check_size("RoutedFeedForward", "dim", dim)
+        check_int("RoutedFeedForward", "dim", dim)
         light, heavy = branch("light_mult", light_mult), branch("heavy_mult", heavy_mult)
         router = Router(dim, device=device, dtype=dtype) if router is None else router
         super().__init__(light, heavy, router, k, **gone)

@@ -13,7 +13,7 @@ from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops.routing.op import score
 from onepass.ops.soft_topk.op import KINDS
 
-from .count import check_number, check_size, count, refuse_gone
+from .count import check_int, check_number, count, refuse_gone
 from .packed import check_mask, check_tokens, refuse_int, unpack
 from .whole_rows import takes_whole_rows, whole_rows
 
@@ -93,12 +93,10 @@ class Router(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         refuse_gone(type(self).__name__, gone)
-        check_size("Router", "dim", dim)
-        check_size("Router", "num_routes", num_routes)
+        check_int("Router", "dim", dim)
+        check_int("Router", "num_routes", num_routes, 1, MAX_VECTORS)
         check_number("Router", "eps", eps, "a finite number > 0", lambda eps: 0 < eps < math.inf)
         check_number("Router", "explore", explore, "a finite number ≥ 0", lambda weight: 0 <= weight < math.inf)
-        if num_routes > MAX_VECTORS:
-            raise ValueError(f"Router: num_routes must be 1 to {MAX_VECTORS}, got {num_routes}")
         for name, value, accepted in (("kind", kind, KINDS), ("gate", gate, GATES)):
             if value not in accepted:
                 raise ValueError(f"Router: {name} must be one of {', '.join(accepted)}; got {value!r}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onepass.core import check
 from onepass.ops._shared import arguments
 
 from .attention import AttentionRouting
@@ -117,11 +116,7 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
     """Return a router's counts, int64, and which tokens it chose; `before`: those that the layer before chose."""
     indices, gates, scores = output
     batch, n = scores.shape[0], scores.shape[-1]
-    if mask is not None:
-        arguments.boolean("routing_stats", mask, "real token")
-        if mask.shape != (batch, n):
-            raise ValueError(f"routing_stats: mask must be (batch, n) = {(batch, n)}, got {tuple(mask.shape)}")
-        check.same_device("routing_stats", "mask", mask, "the scores", scores)
+    arguments.mask_of("routing_stats", mask, "(batch, n)", (batch, n), "the scores", scores)
     real = scores.new_ones((batch, n), dtype=torch.bool) if mask is None else mask
     present, flat = indices >= 0, indices.flatten(1)
     # column n takes the missing choices

@@ -17,7 +17,7 @@ from onepass.ops.span_attention.definition import BASE
 from onepass.ops.span_attention.op import span_attention
 
 from .cache import Block, BlockCache, Clock, KeyCache
-from .count import check_dtype, check_flag, check_int, check_number, check_size
+from .count import check_dtype, check_flag, check_int, check_number
 from .experts import ExpertRouting, Experts
 from .local_attention import check_heads
 from .norm import RMSNorm
@@ -159,8 +159,8 @@ class TransformerBlock(Block):
                 f"{dim_head}: write heads="
             )
         for argument, size in (("window", window), ("hidden_dim", hidden_dim)):
-            check_size(name, argument, 1 if size is None else size)
-        check_int(name, "num_experts", num_experts)
+            check_int(name, argument, 1 if size is None else size)
+        check_int(name, "num_experts", num_experts, 0)
         check_flag(name, "causal", causal)
         check_number(name, "dropout", dropout, "between 0 and 1", lambda dropout: 0 <= dropout <= 1)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onepass.ops._shared.arguments import MAX_VECTORS
 from onepass.ops.weighted_sum.op import weighted_sum
 
-from .count import check_int, check_size
+from .count import check_int
 
 torch.fx.wrap("weighted_sum")  # torch.fx traces the call as one node
 
@@ -51,7 +51,7 @@ class WeightedSum(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_size("WeightedSum", "dim", dim)
+        check_int("WeightedSum", "dim", dim)
         if num_vectors is not None:
             check_int("WeightedSum", "num_vectors", num_vectors, 1, MAX_VECTORS)
         self.dim, self.num_vectors, self.out_dtype = dim, num_vectors, out_dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,19 @@ def boolean(op: str, mask: object, meaning: str) -> None:
     if dtype.is_floating_point:
         hint = "of an additive mask of 0 and -inf, pass mask == 0; " + hint
     raise TypeError(f"{op}: mask must be bool (True = {meaning}), got {dtype}; {hint}")
+
+
+def mask_of(
+    op: str, value: Tensor | None, dims: str, shape: Sequence[int], of: str, like: Tensor, meaning: str = "real token",
+    name: str = "mask",
+) -> None:  # fmt: skip
+    """Raise an error for a mask that is not bool, not of this shape, or not on the device of `like`."""
+    if value is None:
+        return
+    boolean(op, value, meaning)
+    if value.shape != shape:
+        raise ValueError(f"{op}: {name} must be {dims} = {tuple(shape)}, got {tuple(value.shape)}")
+    check.same_device(op, name, value, of, like)
 
 
 def mask(op: str, value: Tensor | None, like: Tensor) -> None:

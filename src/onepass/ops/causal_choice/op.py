@@ -40,11 +40,7 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
         raise ValueError(f"causal_choice: k must be an int ≥ 0 or a share 0 < k ≤ 1, got {k}")
     arguments.number("causal_choice", "eps", eps, arguments.LARGEST)
     check_sizes("causal_choice", block, memory)
-    if mask is not None:
-        arguments.boolean("causal_choice", mask, "real token")
-        if mask.shape != scores.shape:
-            raise ValueError(f"causal_choice: mask must be {tuple(scores.shape)} as scores, got {tuple(mask.shape)}")
-        check.same_device("causal_choice", "mask", mask, "scores", scores)
+    arguments.mask_of("causal_choice", mask, "(batch, n)", scores.shape, "scores", scores)
 
 
 def check_sizes(caller: str, block: int, memory: int) -> None:

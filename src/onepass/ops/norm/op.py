@@ -243,17 +243,11 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, 
     return *row_gradients, dw if need_w else None, db if need_b else None, *(None,) * ctx.n_options
 
 
-def _infer(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: Options,
-) -> Any:  # fmt: skip
-    return _public(_forward(x, residual, gate, weight, bias, options, False))
-
-
 norm: Callable[..., Any] = bind(
     name="layer_norm, rms_norm", rows=True,
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=check_arguments,
-    inference=_infer, save=_save, gradients=_gradients, public=_public, replay=True, native=definition.native,
+    inference=lambda *args: _public(_forward(*args, False)),  # type: ignore[call-arg]
+    save=_save, gradients=_gradients, public=_public, replay=True, native=definition.native,
 )  # fmt: skip
 
 

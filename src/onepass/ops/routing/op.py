@@ -271,16 +271,10 @@ class _InPlace(torch.autograd.Function):
         return y
 
     @staticmethod
+    @functools.partial(once, "scatter_add")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _in_place_backward(ctx, dy)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    need_y, *needs, _ = ctx.needs_input_grad
-    return dy if need_y else None, *scatter_backward(dy, *ctx.saved_tensors, *needs), None
-
-
-_in_place_backward = once("scatter_add", _gradients)
+        need_y, *needs, _ = ctx.needs_input_grad
+        return dy if need_y else None, *scatter_backward(dy, *ctx.saved_tensors, *needs), None
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:

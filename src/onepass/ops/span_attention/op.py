@@ -13,7 +13,7 @@ from torch import Tensor
 from onepass.core import check
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
-from onepass.core.sharding import REPLICATE, Placement, Way
+from onepass.core.sharding import REPLICATE, Way, beside
 from onepass.ops._shared import arguments
 from onepass.ops.routing.op import as_bytes
 
@@ -22,11 +22,6 @@ from . import definition
 _INTS = torch.int32, torch.int64
 _kernels = functools.cache(lambda: import_module(".kernels", __package__))
 _kernels_rotary = functools.cache(lambda: import_module(".kernels_rotary", __package__))
-
-
-def _batch(t: Any) -> Placement:
-    """Return the placement beside a sharded batch of a tensor that may have one row for the whole batch."""
-    return REPLICATE if t is None or t.shape[0] == 1 else 0
 
 
 def _places(op: str, name: str, t: Tensor, dtypes: tuple[torch.dtype, ...], of: str, like: Tensor) -> Tensor:
@@ -63,7 +58,7 @@ def _rotary_backward(dy: Tensor, positions: Tensor | None) -> Tensor:
 
 def _rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
     """Shard along the batch, the heads, or tokens that have positions: without, a shard's first would be token 0."""
-    ways: list[Way] = [((0,), (0, _batch(positions))), ((2,), (2, REPLICATE))]
+    ways: list[Way] = [((0,), (0, beside(positions, 2, 0))), ((2,), (2, REPLICATE))]
     return ways if positions is None else [*ways, ((1,), (1, 1))]
 
 
@@ -143,11 +138,7 @@ def _checked(
     op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Check these against q (batch, n, …) and k (batch, m, …); return first and last as (batch or 1, n) int32."""
-    if mask is not None:
-        arguments.boolean(op, mask, "may be seen")
-        if mask.shape != k.shape[:2]:
-            raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
-        check.same_device(op, "mask", mask, of, q)
+    arguments.mask_of(op, mask, "(batch, keys)", k.shape[:2], of, q, "may be seen")
     runs = (("first", first), ("last", last))
     return tuple(_beside(q, _places(op, name, t, _INTS, of, q).to(torch.int32)) for name, t in runs)
 
@@ -215,7 +206,7 @@ def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
     """Shard along the batch or the heads."""
     return [
-        ((0, 0), (0, 0, 0, _batch(first), _batch(last), 0)),
+        ((0, 0), (0, 0, 0, beside(first, 2, 0), beside(last, 2, 0), 0)),
         ((2, 1), (2, 2, 2, REPLICATE, REPLICATE, REPLICATE)),
     ]
 
@@ -300,7 +291,7 @@ def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
     """Shard along the batch."""
-    return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
+    return [((0, 0, 0), (0, beside(first, 2, 0), beside(last, 2, 0), 0))]
 
 
 _call_packed, *_ = operator(
