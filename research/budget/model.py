@@ -97,10 +97,9 @@ class Chosen(SelfAttention):
         self.count = run.chosen
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        n, weights = x.shape[1], (self.q_weight, self.k_weight)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head)).unbind(2)
-        cos, sin = angles(n, self.dim_head, q)
-        q, k = onepass.qk_norm_rope(q, k, *weights, cos=cos, sin=sin, eps=EPS)
+        cos, sin = angles(x.shape[1], self.dim_head, q)
+        q, k = onepass.qk_norm_rope(q, k, self.q_weight, self.k_weight, cos=cos, sin=sin, eps=EPS)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         attend = _compiled if x.is_cuda else flex_attention
         y: Any = attend(q, k, v, block_mask=self.mask(q.detach(), k.detach()))
@@ -119,10 +118,11 @@ class Chosen(SelfAttention):
         own = torch.arange(m, dtype=torch.int32, device=q.device).expand(*scores.shape[:2], m)
         # rows of places, those that count first
         order = reads.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        return BlockMask.from_kv_blocks(
+        blocks: BlockMask = BlockMask.from_kv_blocks(
             torch.ones_like(own), torch.cat((own[..., None], order[..., 1:]), -1), reads.sum(-1, dtype=torch.int32),
             order, BLOCK_SIZE=SIDE, mask_mod=_earlier,
         )  # fmt: skip
+        return blocks
 
 
 def _earlier(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -48,4 +48,4 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
 def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the average over an eightieth of the curve around each step."""
     near = np.ones(max(1, len(values) // 80))
-    return np.convolve(values, near, "same") / np.convolve(np.ones(len(values)), near, "same")
+    return np.asarray(np.convolve(values, near, "same") / np.convolve(np.ones(len(values)), near, "same"))

@@ -68,9 +68,9 @@ def kinds(trace: Trace, *, hidden_apart: bool = True) -> list[tuple[str, NDArray
     names = np.full(256, "other bytes", dtype=object)
     for name, characters in _KINDS.items():
         names[[*map(ord, characters)]] = name
-    names = names[value]
-    names[trace.hidden & hidden_apart] = "hidden from the model"
-    masks = [(name, names == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
+    kinds = names[value]
+    kinds[trace.hidden & hidden_apart] = "hidden from the model"
+    masks = [(name, kinds == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
     return [(name, mask) for name, mask in masks if mask.any()]
 
 
