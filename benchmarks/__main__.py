@@ -53,7 +53,7 @@ def _part(text: str | None) -> tuple[int, int]:
     if text is None:
         return 1, 1
     first, slash, every = text.partition("/")
-    if not (slash and first.isdigit() and every.isdigit() and 1 <= int(first) <= int(every)):
+    if not (slash and first.isdecimal() and every.isdecimal() and 1 <= int(first) <= int(every)):
         raise UserError(f"--part {text!r}: I/N with 1 ≤ I ≤ N is accepted, such as 2/4")
     return int(first), int(every)
 

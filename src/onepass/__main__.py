@@ -111,11 +111,22 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
         # the reader of the output has ended (`onepass doctor | head`): not an error
         sys.stderr.close()
         return 141
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print(f"{name}: there is too little memory", file=sys.stderr)
+        return 2
     except OSError as error:
         # an error that the command did not expect: a directory without permission, a full disk behind the output
         where = f"can't use {error.filename}: " if error.filename else ""
         print(f"{name}: {printable(where + reason(error))}", file=sys.stderr)
         return 2
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out, which torch's allocators and NumPy say by errors of many kinds."""
+    signs = "OutOfMemoryError", "MemoryError", "CPUAllocator", "bad_alloc", "could not create a memory object"
+    return any(sign in f"{type(error).__name__}: {error}" for sign in signs)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def test_json(tmp_path: Path) -> None:
     (["--device", "cuda"], "no case matches"),
     (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
     (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
+    (["--part", "²/3"], "--part '²/3': I/N with 1 ≤ I ≤ N"),
     (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
     (["--report", "nowhere"], "nowhere: no such directory"),
     (["--warm", "-3"], "argument --warm: must be from 0"),

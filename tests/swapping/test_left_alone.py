@@ -21,8 +21,7 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "detached": (lambda: n.Detached(16), "its gradient differs by"),
     "wide": (lambda: n.Widening(16).bfloat16(), "its output is float32, an RMS norm's bfloat16"),
     "dropout": (lambda: n.Noisy(16).eval(), "its output differs by"),
-    "channels-first": (
-        lambda: n.ChannelsFirst(16), "its forward raises on random input in float32: RuntimeError: "),
+    "channels-first": (lambda: n.ChannelsFirst(16), "its forward raises on random input in float32: RuntimeError: "),
     "gated": (lambda: n.Gated(16), "its forward takes hidden: .*, gate: .*; a norm's takes one tensor"),
     "state": (lambda: n.Saves(16), "its class overrides get_extra_state"),
     "not-named": (lambda: n.NoEps(16), "^$"),
@@ -34,8 +33,7 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffer": (
         lambda: altered(FooRMSNorm(16), lambda m: m.register_buffer("count", torch.zeros(1))), "it has buffers: count"),
     "child": (
-        lambda: altered(FooRMSNorm(16), lambda m: setattr(m, "inner", nn.Linear(16, 16))),
-        "it has modules inside: inner"),
+        lambda: altered(FooRMSNorm(16), lambda m: setattr(m, "inner", nn.Identity())), "it has modules inside: inner"),
     "eps": (lambda: altered(nn.LayerNorm(16), lambda m: setattr(m, "eps", -1.0)), "its eps is -1.0"),
     "two-dims": (lambda: with_weight(nn.Parameter(torch.ones(2, 8))), "its weight has the shape"),
     "subclass": (lambda: with_weight(n.Quantised(torch.ones(16))), "its weight is of type Quantised"),

@@ -140,11 +140,13 @@ def test_a_full_disk():
 
 
 def test_too_little_memory():
-    """Of a GPU, for NumPy, for torch on a CPU."""
+    """Of a GPU, for NumPy, for torch on a CPU; of training, and of any other command."""
     for error in (torch.OutOfMemoryError(), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with at_step(2, mock.Mock(side_effect=error)):
             said = refused("train", "text", *TINY, "--out", "run", "--force")
         assert "the device has too little memory for 4 × 32 bytes a step; lower --batch or --seq" in said
+        with mock.patch("onepass.train.trace.trace", side_effect=error):
+            assert refused("show", "run", "text/1.txt") == "onepass show: there is too little memory\n"
 
 
 def test_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from onepass.__main__ import out_of_memory
 from onepass.train import checkpoint, choices, data, html, loop, model, parallel
 from onepass.train import config as configs
 from onepass.train import run as runs
@@ -156,8 +157,7 @@ def train(
         training.go(Progress(config.steps, training.step))
         conclude(training)
     except (MemoryError, RuntimeError) as error:
-        # out of memory, a CPU's allocator raises a plain RuntimeError
-        if "CPUAllocator" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        if not out_of_memory(error):
             raise
         raise UserError(
             f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
