@@ -115,34 +115,28 @@ TABLE = [
     Layer("RoutedFeedForward causal", _causal_feed_forward, f"{ROUTED} packed shares", in_order=False),
     Layer(
         "RoutedFeedForward by three", lambda **f: onn.RoutedFeedForward(DIM, 5, bias=False, router=onn.Router(
-            DIM, 3, **f), **f), ROUTED, in_order=False,
-    ),
+            DIM, 3, **f), **f), ROUTED, in_order=False),
     Layer("RoutedAttention", lambda **f: onn.RoutedAttention(DIM, 0.25, 0.25, **LOCAL, **f), f"{ROUTED} packed shares"),
     Layer(
         "RoutedAttention causal", lambda **f: onn.RoutedAttention(DIM, 0.25, 0.5, causal=True, light_heads=1, **LOCAL,
-                                                                  **f), f"{ROUTED} packed shares",
-    ),
+                                                                  **f), f"{ROUTED} packed shares"),
     Layer("RoutedAttention with routers", _own_routers, f"{ROUTED} packed shares", in_order=False),
     Layer("RoutedCrossAttention", lambda **f: onn.RoutedCrossAttention(DIM, 0.25, 0.25, **HEADS, **f), ROUTED, DIM),
     Layer(
         "RoutedCrossAttention narrow", lambda **f: onn.RoutedCrossAttention(DIM, 4, 0.5, dim_context=24, **HEADS, **f),
-        ROUTED, 24,
-    ),
+        ROUTED, 24),
     Layer("RoutedBlock", lambda **f: onn.RoutedBlock(DIM, 0.25, **LOCAL, **f), f"{ROUTED} packed shares", keeps=True),
     # the feed-forward's router is drawn before its branches
     Layer(
         "RoutedBlock causal", lambda **f: onn.RoutedBlock(DIM, 0.25, causal=True, **LOCAL, **f),
-        f"{ROUTED} packed shares", in_order=False, keeps=True,
-    ),
+        f"{ROUTED} packed shares", in_order=False, keeps=True),
     Layer("TransformerBlock", lambda **f: onn.TransformerBlock(DIM, **HEADS, **f), "mask packed", keeps=True),
     Layer(
         "TransformerBlock causal", lambda **f: onn.TransformerBlock(DIM, causal=True, hidden_dim=8, **LOCAL, **f),
-        "mask packed", keeps=True,
-    ),
+        "mask packed", keeps=True),
     Layer(
         "TransformerBlock of experts", lambda **f: onn.TransformerBlock(
-            DIM, window=WINDOW, num_experts=4, hidden_dim=8, **HEADS, **f), f"{ROUTED} packed", keeps=True,
-    ),
+            DIM, window=WINDOW, num_experts=4, hidden_dim=8, **HEADS, **f), f"{ROUTED} packed", keeps=True),
 ]  # fmt: skip
 
 

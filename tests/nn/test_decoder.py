@@ -170,12 +170,10 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": -1}, ValueError, "temperature must be a finite number ≥ 0, got -1"),
     ({"temperature": "1"}, TypeError, "temperature must be a number"),
     ({"top_p": 0}, ValueError, "top_p must be a probability"),
-    ({"top_k": 0}, ValueError, "top_k must be ≥ 1"),
-    ({"batch": 0}, ValueError, "batch must be ≥ 1"),
+    ({"top_k": 0}, ValueError, "top_k must be ≥ 1"), ({"batch": 0}, ValueError, "batch must be ≥ 1"),
     *(({name: wrong}, error, f"Decoder: {name} must be ") for name in ("stop", "seed", "lookback")
       for wrong, error in ((1.5, TypeError), (-1, ValueError))),
-    ({"stop": True}, TypeError, "Decoder: stop must be "),
-    ({"stop": VOCABULARY}, ValueError, "Decoder: stop must be "),
+    ({"stop": True}, TypeError, "Decoder: stop must be "), ({"stop": VOCABULARY}, ValueError, "Decoder: stop must be "),
 ]  # fmt: skip
 NINE = _prompt()[:, :9]
 CALLS: list[tuple[Any, type[Exception], str]] = [

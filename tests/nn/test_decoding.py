@@ -127,6 +127,11 @@ def test_a_cache_is_copied_saved_and_moved() -> None:
     twin, loaded = copy.deepcopy(cache), block.new_cache(2, 64)
     loaded.load_state_dict(cache.state_dict())
     moved = copy.deepcopy(cache).to("cpu")
+    with block.feed_forward.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        block(x[:, 13:14], cache=loaded)
+    with pytest.raises(ValueError, match="a step raised halfway, and some of its choices are counted: make a new"):
+        block(x[:, 13:14], cache=loaded)
+    loaded.load_state_dict(cache.state_dict())
     expected = _stepped(block, x[:, 13:], cache)[0]
     for other in (twin, loaded, moved):
         assert other.position == 13

@@ -14,9 +14,7 @@ from onepass.nn import WeightedSum
 from swapping.norms import shuffle
 
 CASES = [
-    ("LayerNorm", (8,), {}),
-    ("LayerNorm", (2, 3, 8), {"bias": False}),
-    ("LayerNorm", 8, {"bias": False}),
+    ("LayerNorm", (8,), {}), ("LayerNorm", (2, 3, 8), {"bias": False}), ("LayerNorm", 8, {"bias": False}),
     *((n, shape, o) for n in ("LayerNorm", "RMSNorm") for shape in (8, [3, 8])
       for o in ({}, {"eps": 1e-3}, {"elementwise_affine": False})),
 ]  # fmt: skip

@@ -53,16 +53,21 @@ def on_meta(layer: nn.Module, part: str) -> nn.Module:
 
 
 CHOICE = Router(16)(X, 4)
-OPTIONS: list[dict[str, Any]] = [{"causal": True, "window": window, **HEADS} for window in (4, 8)]
+OPTIONS: list[Any] = [{"causal": True, "window": n, **HEADS, "heads": m} for n, m in ((4, 2), (8, 2), (4, 1))]
 BLOCKS = [[RoutedBlock(16, 0.5, **options), TransformerBlock(16, **options)] for options in OPTIONS]
 ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # layers
     *((ValueError, f"{type(block).__name__}: cache and cu_seqlens exclude each other",
        lambda block=block: block(X[0], cu_seqlens=torch.tensor([0, 9]), cache=block.new_cache(1)))
       for block in BLOCKS[0]),
-    *((ValueError, f"{type(block).__name__}: the cache is of a block with window = 8, this one's is 4",
+    *((ValueError, f"{type(block).__name__}: cache must be what its own new_cache returned, with window 4, .*; got w",
        lambda block=block, other=other: block(X[:, :1], cache=other.new_cache(2)))
-      for block, other in zip(*BLOCKS, strict=True)),
+      for others in (BLOCKS[1], BLOCKS[2], BLOCKS[0][::-1], [RoutedBlock(16, 0.5, k_kv=0.5, **OPTIONS[0])])
+      for block, other in zip(BLOCKS[0], others, strict=False)),
+    *((TypeError, "cache must be what its own new_cache returned, .*; got dict", lambda block=block: block(X, cache={}))
+      for block in BLOCKS[0]),
+    *((ValueError, r"Block: mask must be \(batch, n\) = \(2, 9\), got \(2, 8\)",
+       lambda block=block: block(X, X[:, 1:, 0] > 0, cache=block.new_cache(2))) for block in BLOCKS[0]),
     *((TypeError, f"{type(block).__name__}: the cache is torch.float64 and the weights are torch.float32; convert one",
        lambda block=block: block(X[:, :1], cache=block.new_cache(2).double())) for block in BLOCKS[0]),
     *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
@@ -98,10 +103,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (inf, ValueError, "= inf of dim 16 leaves a hidden width of inf"),
         ("2", TypeError, "must be a number, got str"))),
     *((error, match, lambda options=options: RoutedAttention(16, 1, 1, **options)) for options, error, match in (
-        ({"heads": 0}, ValueError, "heads must be ≥ 1"),
-        ({"light_heads": 0}, ValueError, "heads must be ≥ 1"),
-        ({"dim_head": 5}, ValueError, "dim_head must be even"),
-        ({"window": 0}, ValueError, "window must be ≥ 1"),
+        ({"heads": 0}, ValueError, "heads must be ≥ 1"), ({"light_heads": 0}, ValueError, "heads must be ≥ 1"),
+        ({"dim_head": 5}, ValueError, "dim_head must be even"), ({"window": 0}, ValueError, "window must be ≥ 1"),
         ({"window": 2.5}, TypeError, "window must be an int, got float"))),
     *((ValueError, f"{kind.__name__}: {name} must have one route, got num_routes = 2",
        lambda kind=kind, name=name: kind(16, 4, 4, **{name: Router(16, num_routes=2)}))

@@ -14,9 +14,8 @@ from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, Block, BlockCache, ChoiceCache, Clock
 from .calls import has_no_overrides
 from .causal import CausalRouter, router_of_windows
-from .count import check_count, check_dtype, check_number, refuse_gone
+from .count import check_count, check_number, refuse_gone
 from .local_attention import LocalAttention
-from .packed import check_mask
 from .routed import RoutedFeedForward
 from .router import NORM_EPS, Router, RouterOutput
 
@@ -97,6 +96,7 @@ class RoutedBlock(Block):
         )  # fmt: skip
         self.dropout = dropout
 
+    sizes = "window {0.window}, heads {0.light.heads}, {0.heavy.heads} of {0.heavy.dim_head}, k {1.k} {0.k_q} {0.k_kv}"
     if TYPE_CHECKING:
         __call__: RoutedCall[BlockRouting]
 
@@ -110,11 +110,8 @@ class RoutedBlock(Block):
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read a prompt, or one more token of each sequence; a step by kernels returns None for the routing."""
         self.check_decodes()
-        # refuse wrong arguments before a cache changes
         self.attention.check(x)
-        check_dtype("RoutedBlock", x, self.attention.light.qkv)
-        check_mask("RoutedBlock", x, mask)
-        with cache.reading(self, x, mask):
+        with self.reading(x, mask, cache):
             kernels = self._fits_kernels(x)
             if x.shape[1] == 1 and not return_routing and kernels:
                 cache.attention.begin_window(self.attention)

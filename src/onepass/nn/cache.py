@@ -24,6 +24,7 @@ from onepass.ops.span_attention.op import rotary
 
 from .calls import Layer
 from .count import check_dtype, check_int, count
+from .packed import check_mask
 from .router import RouterOutput, k_for
 
 # torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
@@ -37,7 +38,7 @@ class Clock(nn.Module):
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: tokens of each prompt while prompts are read; None in a step.
-        read: how many tokens of each sequence this call reads, on the host.
+        read: how many tokens of each sequence this call reads, on the host; empty between calls.
         choices: each router's choice of the prompt, until its end.
         pending: buffers and their contents after the prompt, copied at its end.
         periods: block and window sizes of the layers; see `turns`.
@@ -68,11 +69,9 @@ class Clock(nn.Module):
 
     def check_room(self, n: int) -> None:
         """Raise ValueError unless the caches can hold n more tokens of each sequence."""
-        if max(self.counts) + n > self.max_tokens:
-            raise ValueError(
-                f"decoding: the cache holds max_tokens = {self.max_tokens} tokens, got token {max(self.counts) + n}: "
-                "make one with a larger max_tokens"
-            )
+        if (last := max(self.counts) + n) > self.max_tokens:
+            have = f"the cache holds max_tokens = {self.max_tokens} tokens, got token {last}"
+            raise ValueError(f"decoding: {have}: make one with a larger max_tokens")
 
     def begin(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Check tokens (batch, n, …) that the layers are about to read, a prompt or one more of each sequence."""
@@ -84,6 +83,8 @@ class Clock(nn.Module):
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
+        if self.read and self.lengths is None and self.periods:
+            raise ValueError("decoding: a step raised halfway, and some of its choices are counted: make a new cache")
         self.choices, self.pending, self.last = {}, [], {}
         lengths = torch.full_like(self.position, n) if mask is None else mask.sum(-1)
         if mask is not None:
@@ -103,12 +104,12 @@ class Clock(nn.Module):
             self.choices, self.pending, self.last = {}, [], {}
         self.counts = [c + n for c, n in zip(self.counts, self.read, strict=True)]
         self.position += 1 if self.lengths is None else self.lengths
-        self.lengths = None
+        self.lengths, self.read = None, []
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.position.zero_()
-        self.counts, self.lengths = [0] * len(self.counts), None
+        self.counts, self.lengths, self.read = [0] * len(self.counts), None, []
 
     def last_in(self, places: int) -> Tensor:
         """Return (batch, places): in column c the prompt's last token i with i mod places = c; negative: none."""
@@ -119,7 +120,7 @@ class Clock(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self.counts = self.position.tolist()
+        self.counts, self.read = self.position.tolist(), []
 
 
 class _Cache(nn.Module):
@@ -379,28 +380,12 @@ class BlockCache(_Cache):
     attention: Any
     feed_forward: Any
 
-    def __init__(self, attention: Any, feed_forward: Any, window: int | None, owns_clock: bool) -> None:
+    def __init__(self, attention: Any, feed_forward: Any, sizes: str, owns_clock: bool) -> None:
         super().__init__(attention.clock)
-        self.attention, self.feed_forward, self.window, self.owns_clock = attention, feed_forward, window, owns_clock
+        self.attention, self.feed_forward, self.sizes, self.owns_clock = attention, feed_forward, sizes, owns_clock
         if owns_clock:
             del self.__dict__["clock"]
             self.clock = attention.clock
-
-    @contextmanager
-    def reading(self, block: Any, x: Tensor, mask: Tensor | None) -> Iterator[None]:
-        """Count the tokens (batch, n, dim) that the block reads in this context, unless the model counts them."""
-        if self.window != (window := block.attention.window):
-            raise ValueError(
-                f"{type(block).__name__}: the cache is of a block with window = {self.window}, this one's is {window}: "
-                "pass what its own new_cache returned"
-            )
-        light, kept = (getattr(part, "light", part) for part in (block.attention, self.attention))
-        check_dtype(type(block).__name__, kept.keys, light.qkv, "the cache")
-        if self.owns_clock:
-            self.clock.begin(x, mask)
-        yield
-        if self.owns_clock:
-            self.clock.end()
 
     @property
     def position(self) -> int:
@@ -414,12 +399,30 @@ class Block(Layer):
     dropout: float
     # the layers inside make DTensors plain, not the block: dropout then draws for the whole DTensor
     opens = False
-    # caches(clock) → new caches of attention and of the feed-forward, which may be None
+    # caches(clock) → new caches of attention and feed-forward, or None; sizes: what they must agree on with the block
     caches: Any
+    sizes: str
 
     def dropped(self, y: Tensor) -> Tensor:
         """Return y with dropout, in training."""
         return F.dropout(y, self.dropout, self.training)
+
+    @contextmanager
+    def reading(self: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Iterator[None]:
+        """Check a call before the cache changes; count its tokens (batch, n, dim), unless the model counts them."""
+        name, sizes = type(self).__name__, self.sizes.format(self.attention, self.feed_forward)
+        if (got := getattr(cache, "sizes", type(cache).__name__)) != sizes:
+            wrong = ValueError if isinstance(cache, BlockCache) else TypeError
+            raise wrong(f"{name}: cache must be what its own new_cache returned, with {sizes}; got {got}")
+        check_mask(name, x, mask)
+        light, kept = (getattr(part, "light", part) for part in (self.attention, cache.attention))
+        for each, tensor in (("x", x), ("the cache", kept.keys)):
+            check_dtype(name, tensor, light.qkv, each)
+        if cache.owns_clock:
+            cache.clock.begin(x, mask)
+        yield
+        if cache.owns_clock:
+            cache.clock.end()
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
         """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
@@ -434,7 +437,7 @@ class Block(Layer):
             TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward
                 is another one. In a call: cache and weights have two dtypes, as after ``block.half()`` (no autocast).
             ValueError: the block is not causal, or a size is < 1. In a call: the cache is full, of another batch or of
-                a block with another window, or a prompt comes after other tokens.
+                a block of other sizes, a prompt comes after other tokens, or a `RoutedBlock`'s step raised before.
 
         Example:
             >>> import torch
@@ -450,7 +453,7 @@ class Block(Layer):
         self.check_decodes()
         device = next(self.parameters()).device
         attention, feed_forward = self.caches(clock or Clock(batch, max_tokens, device))
-        return BlockCache(attention, feed_forward, self.attention.window, clock is None)  # type: ignore[union-attr, arg-type]
+        return BlockCache(attention, feed_forward, self.sizes.format(self.attention, self.feed_forward), clock is None)
 
     def check_decodes(self) -> None:
         """Raise unless steps can compute what the full forward computes."""

@@ -27,7 +27,6 @@ from .routed import FeedForward
 if TYPE_CHECKING:
     from .calls import RoutedCall
 
-
 # added to the mean of squares of a head
 EPS = 1e-6
 
@@ -171,6 +170,7 @@ class TransformerBlock(Block):
         else:
             self.feed_forward = FeedForward(dim, hidden_dim or 4 * dim, bias=False, **factory)
 
+    sizes = "window {0.window}, {0.heads} heads of {0.dim_head}"
     if TYPE_CHECKING:
         __call__: RoutedCall[ExpertRouting | None]
 
@@ -197,7 +197,7 @@ class TransformerBlock(Block):
     @torch.no_grad()
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read a prompt, or one more token of each sequence."""
-        with cache.reading(self, x, mask):
+        with self.reading(x, mask, cache):
             return self.composed(x, mask, None, cache.attention)
 
     def composed(
