@@ -97,8 +97,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, r"heavy branch must keep the shape \(2, 3, 16\), got \(2, 3, 32\)",
      lambda: Routed(LINEAR, WIDE, Router(16), 3)(X)),
     *((error, f"RoutedFeedForward: light_mult {match}", lambda mult=mult: RoutedFeedForward(16, 3, light_mult=mult))
-      for mult, error, match in (
-        (0.01, ValueError, r"= 0\.01 of dim 16 leaves a hidden width of 0\.16; it must be"),
+      for mult, error, match in ((0.01, ValueError, r"= 0\.01 of dim 16 leaves a hidden width of 0\.16; it must be"),
         (nan, ValueError, "= nan of dim 16 leaves a hidden width of nan"),
         (inf, ValueError, "= inf of dim 16 leaves a hidden width of inf"),
         ("2", TypeError, "must be a number, got str"))),
@@ -123,8 +122,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"dim_head": 10, "causal": 1}, TypeError, "causal must be a bool, got int"),
         ({"dim_head": 10, "dropout": 2}, ValueError, "dropout must be between 0 and 1, got 2"))),
     *((error, f"Experts: {match}", lambda options=options: Experts(**{"dim": 8, "num_experts": 2} | options))
-      for options, error, match in (
-        ({"dim": 8.0}, TypeError, "dim must be an int, got float"),
+      for options, error, match in (({"dim": 8.0}, TypeError, "dim must be an int, got float"),
         ({"num_experts": 0}, ValueError, "num_experts must be ≥ 1, got 0"),
         ({"activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
         ({"score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
@@ -155,8 +153,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
       for options in ({"block": 0}, {"block": 8, "memory": 12}, {"block": 8, "memory": 0})),
     *((error, match, lambda args=args: Router(16)(*args)) for args, error, match in (
         ((X[0], 1), ValueError, r"x must be \(batch, n, 16\), got \(9, 16\)"),
-        ((X[..., 1:], 1), ValueError, r"got \(2, 9, 15\)"),
-        ((X.long(), 1), TypeError, "int64"),
+        ((X[..., 1:], 1), ValueError, r"got \(2, 9, 15\)"), ((X.long(), 1), TypeError, "int64"),
         ((X, 1.5), ValueError, "an int ≥ 0 or a share 0 < k ≤ 1 of the real tokens, got 1.5"),
         ((X, "1"), TypeError, "k must be an int or a float, got str"),
         ((X, True), TypeError, "k must be an int or a float, got bool"),
@@ -178,8 +175,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (None, TypeError, "must be an int or a sequence of ints, got None"),
         ((), TypeError, r"must be an int or a sequence of ints, got \(\)"),
         ([4, "a"], TypeError, r"must be an int or a sequence of ints, got \[4, 'a'\]"),
-        (-1, ValueError, "must be ≥ 0, got -1"),
-        ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"))),
+        (-1, ValueError, "must be ≥ 0, got -1"), ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"))),
     *((ValueError, "Norm: eps must be ≥ 0, got -1.0", lambda kind=kind: kind(8, eps=-1.0))
       for kind in (LayerNorm, RMSNorm)),
     (ValueError, "rounding must be 'once' or 'twice', got 'never'", lambda: RMSNorm(8, rounding="never")),

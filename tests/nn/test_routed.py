@@ -39,8 +39,7 @@ def _definition(layer: Routed, x: Tensor, routing: RouterOutput) -> Tensor:
 ROUTERS: dict[str, Callable[[], nn.Module]] = {
     "soft": partial(Router, DIM, explore=0), "three": partial(Router, DIM, 3, explore=0),
     "hard": partial(Router, DIM, gate="straight_through", explore=0),
-    "sigmoid": partial(Router, DIM, kind="sigmoid", explore=0),
-    "causal": partial(CausalRouter, DIM, block=4, memory=8),
+    "sigmoid": partial(Router, DIM, kind="sigmoid", explore=0), "causal": partial(CausalRouter, DIM, block=4, memory=8),
 }  # fmt: skip
 
 

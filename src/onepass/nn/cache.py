@@ -68,7 +68,9 @@ class Clock(nn.Module):
         return any(self.turns(period) for period in self.periods)
 
     def check_room(self, n: int) -> None:
-        """Raise ValueError unless the caches can hold n more tokens of each sequence."""
+        """Raise ValueError unless the caches are whole and can hold n more tokens of each sequence."""
+        if self.read and self.lengths is None and self.periods:
+            raise ValueError("decoding: a step raised halfway, and some of its choices are counted: make a new cache")
         if (last := max(self.counts) + n) > self.max_tokens:
             have = f"the cache holds max_tokens = {self.max_tokens} tokens, got token {last}"
             raise ValueError(f"decoding: {have}: make one with a larger max_tokens")
@@ -83,8 +85,6 @@ class Clock(nn.Module):
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
-        if self.read and self.lengths is None and self.periods:
-            raise ValueError("decoding: a step raised halfway, and some of its choices are counted: make a new cache")
         self.choices, self.pending, self.last = {}, [], {}
         lengths = torch.full_like(self.position, n) if mask is None else mask.sum(-1)
         if mask is not None:

@@ -90,8 +90,7 @@ class Decoder:
         self.caches: list[BlockCache] = [b.new_cache(batch, max_tokens, clock=self.clock) for b in self.blocks]
         self.buffers = [buffer for cache in self.caches for buffer in cache.named_buffers()]
         self.tokens = torch.zeros(batch, max_tokens + 1, dtype=torch.int64, device=device)
-        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.failed = torch.zeros((), dtype=torch.bool, device=device)
+        self.ended, self.failed = (torch.zeros(shape, dtype=torch.bool, device=device) for shape in ((batch,), ()))
         with torch.no_grad():
             logits = head(weight.new_zeros(batch, 1, self.blocks[0].attention.dim))
         check_int("Decoder", "stop", 0 if stop is None else stop, 0, logits.shape[-1] - 1)
@@ -204,7 +203,7 @@ class Decoder:
             self.graphs[clock.any_turns()].replay()
         else:
             self._step()
-        clock.counts = [n + 1 for n in clock.counts]
+        clock.counts, clock.read = [n + 1 for n in clock.counts], []
 
     def _step(self) -> None:
         """Read the drawn tokens and draw the next ones; only operations that a CUDA graph can repeat."""
@@ -213,6 +212,7 @@ class Decoder:
             at = at + torch.arange(-self.lookback, 1, device=at.device)
         tokens = torch.where(at >= 0, self.tokens.gather(1, at.clamp_min(0)), -1)
         x = self.embed(tokens)[:, -1:]
+        self.clock.read = [1]  # from here on a step that raises leaves caches that `check_room` refuses
         if self.stop is not None:
             self.ended |= tokens[:, -1] == self.stop
         for block, cache in zip(self.blocks, self.caches, strict=True):

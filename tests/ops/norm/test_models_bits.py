@@ -24,8 +24,7 @@ PLUS_ONE: Call = lambda x, w, z: onepass.rms_norm(x, w, offset=1.0, eps=1e-6)  #
 NORMS: dict[str, tuple[str, tuple[Any, ...], bool, Call]] = {
     "LlamaRMSNorm": ("llama.modeling_llama", (), False, TWICE),
     "MistralRMSNorm": ("mistral.modeling_mistral", (), False, TWICE),
-    "Qwen3RMSNorm": ("qwen3.modeling_qwen3", (), False, TWICE),
-    "T5LayerNorm": ("t5.modeling_t5", (), False, TWICE),
+    "Qwen3RMSNorm": ("qwen3.modeling_qwen3", (), False, TWICE), "T5LayerNorm": ("t5.modeling_t5", (), False, TWICE),
     "GemmaRMSNorm": ("gemma.modeling_gemma", (), False, PLUS_ONE),
     "Gemma3RMSNorm": ("gemma3.modeling_gemma3", (), False, PLUS_ONE),
     "DeepseekV3RMSNorm": ("deepseek_v3.modeling_deepseek_v3", (), False, TWICE),
