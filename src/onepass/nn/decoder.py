@@ -212,7 +212,7 @@ class Decoder:
             at = at + torch.arange(-self.lookback, 1, device=at.device)
         tokens = torch.where(at >= 0, self.tokens.gather(1, at.clamp_min(0)), -1)
         x = self.embed(tokens)[:, -1:]
-        self.clock.read = [1]  # from here on a step that raises leaves caches that `check_room` refuses
+        self.clock.lengths, self.clock.read = None, [1]  # `check_room` refuses caches of a step that raises after this
         if self.stop is not None:
             self.ended |= tokens[:, -1] == self.stop
         for block, cache in zip(self.blocks, self.caches, strict=True):
