@@ -57,8 +57,7 @@ def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> Non
         parts.append(y)
         for gates, output in ((q, routing.attention.q), (f, routing.feed_forward)):
             # of all tokens, 0 for those that are not chosen
-            dense = gates.new_zeros(batch, n + 1).scatter_(1, output.indices % (n + 1), output.gates)
-            of_all = dense[:, prefilled:n]
+            of_all = gates.new_zeros(batch, n + 1).scatter_(1, output.indices % (n + 1), output.gates)[:, prefilled:n]
             assert torch.equal(gates > 0, of_all > 0)
             torch.testing.assert_close(gates, of_all, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=tolerance, atol=tolerance)
@@ -120,22 +119,23 @@ def test_a_forward_of_ones_own_is_refused(name: str) -> None:
         block(x, cache=cache) if name else block.new_cache(1)
 
 
-def test_a_cache_is_copied_saved_and_moved() -> None:
+def test_a_cache_is_copied_saved_moved_and_read_by_a_compiled_block() -> None:
     block, x = _block(), _tokens(2, 30, 9)
     cache = block.new_cache(2, 64)
     block(x[:, :13], cache=cache)
-    twin, loaded = copy.deepcopy(cache), block.new_cache(2, 64)
+    twin, moved, loaded = copy.deepcopy(cache), copy.deepcopy(cache).to("cpu"), block.new_cache(2, 64)
     loaded.load_state_dict(cache.state_dict())
-    moved = copy.deepcopy(cache).to("cpu")
+    compiled = torch.compile(block, backend=lambda *_: pytest.fail("a step's program holds how many tokens there are"))
+    calls = (block, moved), (block, loaded), (block, twin), (compiled, copy.deepcopy(cache))
     with block.feed_forward.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         block(x[:, 13:14], cache=loaded)
     with pytest.raises(ValueError, match="a step raised halfway, and some of its choices are counted: make a new"):
         block(x[:, 13:14], cache=loaded)
     loaded.load_state_dict(cache.state_dict())
     expected = _stepped(block, x[:, 13:], cache)[0]
-    for other in (twin, loaded, moved):
+    for call, other in calls:
         assert other.position == 13
-        assert torch.equal(_stepped(block, x[:, 13:], other)[0], expected)
+        assert torch.equal(_stepped(call, x[:, 13:], other)[0], expected)
 
 
 def test_no_sequence_reaches_another() -> None:

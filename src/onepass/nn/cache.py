@@ -430,8 +430,9 @@ class Block(Layer):
         A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence.
         Prompts of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens. Choices
         are those of the full forward of all tokens so far, outputs equal it to rounding. Hooks run, nothing is
-        differentiable. The cache has the device and dtype of the weights, and room for `max_tokens` of each
-        sequence, or for two windows. Blocks with one `clock` leave it to their model to count tokens.
+        differentiable, and torch.compile leaves the call eager. The cache has the device and dtype of the weights, and
+        room for `max_tokens` of each sequence, or for two windows. Blocks with one `clock` leave it to their model to
+        count tokens.
 
         Raises:
             TypeError: batch or max_tokens is not an int; of a `RoutedBlock` a k is an int, or a part's class or forward

@@ -82,10 +82,7 @@ class Layer(nn.Module):
         """Raise TypeError or ValueError unless x can be tokens of this layer."""
 
     def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """Return the branches' dtype where `fused` gives the same as `composed`, else None.
-
-        None where something intercepts the call (a transform, a hook), or a module inside is not the default one.
-        """
+        """Return the branches' dtype; None where a transform or a hook intercepts the call, or a module is another."""
         return None
 
     def packed(
@@ -114,8 +111,7 @@ class Layer(nn.Module):
 def parts_of(layer: nn.Module, *names: str) -> list[Any]:
     """Return a layer's modules of these names, then the modules inside them."""
     # read `_modules`: attributes and `modules()` would take longer than all else before a fused call
-    modules = layer._modules
-    parts: list[Any] = [modules[name] for name in names]
+    parts: list[Any] = [layer._modules[name] for name in names]
     return parts + [m for part in parts for m in part._modules.values()]
 
 
