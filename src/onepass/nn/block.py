@@ -106,7 +106,6 @@ class RoutedBlock(Block):
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return x, BlockRouting(attention, feed_forward)
 
-    @torch.compiler.disable(reason="caches count on the host")  # type: ignore[untyped-decorator, no-untyped-call]
     @torch.no_grad()
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read a prompt, or one more token of each sequence; a step by kernels returns None for the routing."""

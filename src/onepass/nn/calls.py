@@ -67,7 +67,9 @@ class Layer(nn.Module):
             return whole_rows(Layer, self, x, mask, return_routing=return_routing)
         if cache is not None and x.shape[1]:
             # an empty prompt leaves the cache as it is
-            y, routing = self.cached(x, mask, cache, return_routing)
+            # caches count on the host: a program would hold how many tokens there are
+            cached: Any = torch.compiler.disable(self.cached) if torch.compiler.is_compiling() else self.cached  # type: ignore[no-untyped-call]
+            y, routing = cached(x, mask, cache, return_routing)
         elif (dtype := self.fused_dtype(x, mask)) is not None:
             y, routing = self.fused(x, mask, dtype)
         else:

@@ -194,7 +194,6 @@ class TransformerBlock(Block):
         y, routing = self.composed(tokens, None, sequences)
         return y.view(x.shape), routing
 
-    @torch.compiler.disable(reason="caches count on the host")  # type: ignore[untyped-decorator, no-untyped-call]
     @torch.no_grad()
     def cached(self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool) -> tuple[Tensor, Any]:
         """Read a prompt, or one more token of each sequence."""
