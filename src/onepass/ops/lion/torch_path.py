@@ -80,7 +80,7 @@ def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
     torch.addr(wide if row.beta1 else wide * 0.0, one, g, beta=beta, alpha=alpha, out=wide_u)
     (wide if row.beta2 else wide.mul_(0.0)).addr_(one, g, beta=row.beta2 or 1.0, alpha=row.rest2 * row.factor)
     u.clamp_(-clip, clip)
-    decay = row.weight_decay * clip or 1e-300
+    decay = row.weight_decay * clip or 1e-300  # too small for finite p to show
     if row.cautious_decay:
         u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
         decay = 0.0
