@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .bind import bind
 from .launch import replayed
-from .register import register, register_fake, there
+from .register import register, there
 from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
 
 # filled in for the operator's arguments: loops over them would take µs of each eager call
@@ -102,21 +102,18 @@ def operator(
     def direct(function: Callable[..., Any]) -> Callable[..., Any]:
         return replayed(function, bound.get("state")) if bound.get("replay") else function
 
-    forward_op = register(registered or name, direct(forward), ways)
-
-    @register_fake(forward_op)
-    def _(*args: Any) -> Any:
+    def checked_fake(*args: Any) -> Any:
         (check_fake or check)(*args)
         return fake(*args)
-
-    backward_op = register(f"{registered or name}_backward", direct(backward), ways_back, len(needs))
 
     def like_arguments(*args: Any) -> Any:
         pairs = zip((args[back.index(a)] for a in graded), args[-len(needs) :] if needs else of, strict=True)
         gradients = [t.new_empty(t.shape) if need and t is not None else None for t, need in pairs]
         return gradients[0] if len(of) == 1 else tuple(gradients)
 
-    register_fake(backward_op)(fake_back or like_arguments)
+    registered, back_fake = registered or name, fake_back or like_arguments
+    forward_op = register(registered, direct(forward), checked_fake, ways)
+    backward_op = register(f"{registered}_backward", direct(backward), back_fake, ways_back, len(needs))
 
     def public(outputs: Any) -> Any:
         if len(results) == 1:

@@ -6,9 +6,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from types import GenericAlias
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch.library import Library, infer_schema
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .sharding import Rule, add_rule, register_rules
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # the package's name: a copy of the package under another name registers operators of its own
 NAMESPACE = __name__.partition(".")[0]
@@ -63,12 +60,16 @@ def _leaves(name: str, kind: Any, inside: str = "") -> Iterator[tuple[str, Any]]
         yield name, kind
 
 
-def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: int = 0) -> Any:
+def register(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], rule: Rule | None = None, results: int = 0
+) -> Any:
     """Return the operator `onepass::name` that runs `function` on every device; `rule` is for DTensor (core.sharding).
 
-    Its schema follows from the annotations, without arguments that have a default, and with each field of a NamedTuple
-    as an argument of its own (`flat`). An empty tensor stands for a result that is None; `results` is their number
-    where the annotation does not tell it. The arguments are left as they are, and no output shares memory with one:
+    `fake` makes empty results, for FakeTensor and meta tensors. The schema follows from the annotations, without
+    arguments that have a default, and with each field of a NamedTuple as an argument of its own (`flat`). An empty
+    tensor stands for a result that is None; `results` is their number where the annotation does not tell it.
+
+    The arguments are left as they are, and no output shares memory with one:
     `torch.library.custom_op` checks both at each call, for 6 µs and more
     (benchmarks/results/cpu/raw/registration.json); here the tests check it, by `torch.library.opcheck`.
     """
@@ -94,23 +95,14 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None, 
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)
+
+    def run_fake(*args: Any) -> Any:
+        register_rules()
+        outputs = fake(*args)
+        return filled(outputs, args) if isinstance(outputs, tuple) else outputs
+
+    torch.library.register_fake(op, run_fake, lib=_LIBRARY)
     return op
-
-
-def register_fake(op: Any) -> Callable[[F], F]:
-    """Decorate the function that makes the outputs' shapes and dtypes for FakeTensor and meta tensors."""
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def fake(*args: Any) -> Any:
-            register_rules()
-            outputs = function(*args)
-            return filled(outputs, args) if isinstance(outputs, tuple) else outputs
-
-        torch.library.register_fake(op, fake, lib=_LIBRARY)
-        return function
-
-    return decorate
 
 
 def register_formulas() -> None:

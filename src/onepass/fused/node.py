@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onepass.core.eager import fast_apply, no_second, once, outside_autocast, plain
 from onepass.core.operator import listed
-from onepass.core.register import FORMULAS, flat, gathered, register, register_fake, register_formulas, there
+from onepass.core.register import FORMULAS, flat, gathered, register, register_formulas, there
 
 
 def _memoryless(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,10 +163,9 @@ def fused(
         as_written = signature(run, eval_str=True)
         typed = [p.replace(annotation=plan) if p.annotation is Any else p for p in as_written.parameters.values()]
         run_outside.__signature__ = as_written.replace(parameters=typed)
-        op = register(prefix + suffix, run_outside, results=results)
         size = len(typed) - 1
-        register_fake(op)(_memoryless(lambda *args: run_outside(*args[:size], gathered(plan, iter(args[size:])))))
-        return op
+        fake = _memoryless(lambda *args: run_outside(*args[:size], gathered(plan, iter(args[size:]))))
+        return register(prefix + suffix, run_outside, fake, results=results)
 
     forward_op = registered("", run_forward, n_public + len(fields))
     products_op = registered("_products_backward", run_products, n_products + weights)

@@ -13,7 +13,7 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
-from onepass.core.register import FORMULAS, register, register_fake
+from onepass.core.register import FORMULAS, register
 from onepass.core.sharding import PARTIAL, REPLICATE, Way
 from onepass.ops._shared import arguments
 
@@ -242,13 +242,12 @@ def _order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return _way(indices, indices).order(indices.contiguous(), n_experts)  # type: ignore[no-any-return]
 
 
-order_op = register("expert_order", _order)
-
-
-@register_fake(order_op)
-def _(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     places = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
     return places, places.new_empty(indices.numel()), places.new_empty(n_experts)
+
+
+order_op = register("expert_order", _order, _fake_order)
 
 
 def expert_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 from onepass.ops._shared import arguments
 
@@ -186,22 +186,20 @@ def _four_gradients(
     return _backward(dy, ds, x, gate, stats, weight, bias, options, x.dtype, needs)[:4]
 
 
-forward_op = register("norm", _forward, forward_ways)
-backward_op = register("norm_backward", _four_gradients, backward_ways, results=4)
-
-
-@register_fake(forward_op)
 def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
     gate, weight, bias, *options = rest
     check_arguments(x, residual, gate, weight, bias, options)
     return _shapes(x, residual, Options(*options))
 
 
-@register_fake(backward_op)
 def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     gate, _, weight, bias, *_ = rest
     inputs = zip((x, gate, weight, bias), rest[-4:], strict=True)
     return tuple(None if t is None or not need else t.new_empty(t.shape) for t, need in inputs)
+
+
+forward_op = register("norm", _forward, _fake, forward_ways)
+backward_op = register("norm_backward", _four_gradients, _fake_backward, backward_ways, results=4)
 
 
 def _public(results: Results) -> Any:
