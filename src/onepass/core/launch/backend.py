@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,11 @@ from onepass.core.eager import is_fake
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 # "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
 BACKEND = check.setting("ONEPASS_BACKEND", "auto", "torch")
+
+
+def import_later(name: str, package: str | None) -> Callable[[], Any]:
+    """Return a function that imports a module at its first call: kernels need Triton, which takes long to load."""
+    return functools.cache(lambda: importlib.import_module(name, package))
 
 
 @functools.cache

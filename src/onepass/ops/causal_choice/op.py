@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.launch import cdiv, uses_triton
+from onepass.core.launch import cdiv, import_later, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import Way, row_dims
 from onepass.ops._shared import arguments
@@ -18,7 +16,7 @@ from onepass.ops._shared import arguments
 from . import definition
 from .definition import fraction, nothing, places
 
-_kernels = functools.cache(lambda: import_module(".kernels", __package__))
+_kernels = import_later(".kernels", __package__)
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
 

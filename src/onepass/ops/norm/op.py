@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -14,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from onepass.core import check
 from onepass.core.bind import bind
-from onepass.core.launch import uses_triton
+from onepass.core.launch import import_later, uses_triton
 from onepass.core.register import register
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 from onepass.ops._shared import arguments
@@ -22,7 +20,7 @@ from onepass.ops._shared import arguments
 from . import definition
 from .definition import NONE, QUANTIZE, Needs, Options, Results, Table, table
 
-_launch = functools.cache(lambda: import_module(".launch", __package__))
+_launch = import_later(".launch", __package__)
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
 COMPILED = check.setting("ONEPASS_COMPILED_NORMS", "torch", "kernels")

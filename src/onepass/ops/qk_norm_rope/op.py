@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import visible
-from onepass.core.launch import uses_triton
+from onepass.core.launch import import_later, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 
@@ -28,7 +26,7 @@ def ways(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, posit
     return [((d, d), (d, d, *whole, REPLICATE if d == heads else beside(positions, heads, d))) for d in dims]
 
 
-_kernels = functools.cache(lambda: import_module(".kernels", __package__))
+_kernels = import_later(".kernels", __package__)
 OP = "qk_norm_rope"
 # widest head of the kernels
 MAX_HEAD = 1024

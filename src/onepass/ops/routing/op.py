@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,15 +10,15 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import is_fake, once, plain
-from onepass.core.launch import uses_triton
+from onepass.core.launch import import_later, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way
 from onepass.ops._shared.arguments import vectors
 
 from . import definition
 
-_kernels = functools.cache(lambda: import_module(".kernels", __package__))
-_kernels_score = functools.cache(lambda: import_module(".kernels_score", __package__))
+_kernels = import_later(".kernels", __package__)
+_kernels_score = import_later(".kernels_score", __package__)
 
 
 def _check_score(x: Tensor, weight: Tensor, eps: float) -> None:

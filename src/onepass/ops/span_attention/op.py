@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.launch import uses_triton
+from onepass.core.launch import import_later, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside
 from onepass.ops._shared import arguments
@@ -20,8 +18,8 @@ from onepass.ops.routing.op import as_bytes
 from . import definition
 
 _INTS = torch.int32, torch.int64
-_kernels = functools.cache(lambda: import_module(".kernels", __package__))
-_kernels_rotary = functools.cache(lambda: import_module(".kernels_rotary", __package__))
+_kernels = import_later(".kernels", __package__)
+_kernels_rotary = import_later(".kernels_rotary", __package__)
 
 
 def _places(op: str, name: str, t: Tensor, dtypes: tuple[torch.dtype, ...], of: str, like: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +11,7 @@ from torch.nn import functional
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.core.launch import as_rows, uses_triton
+from onepass.core.launch import as_rows, import_later, uses_triton
 from onepass.core.operator import operator
 from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops._shared import arguments
@@ -22,7 +20,7 @@ from onepass.ops.soft_topk.op import forward as soft_forward
 
 from . import definition
 
-_kernels = functools.cache(lambda: import_module(".kernels_select", __package__))
+_kernels = import_later(".kernels_select", __package__)
 
 
 def forward(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.launch import uses_triton
+from onepass.core.launch import import_later, uses_triton
 from onepass.ops._shared.declare import RESULT_DTYPE, SUMMED, VECTORS, declare
 
 from . import definition
 
-_kernels = functools.cache(lambda: import_module(".kernels", __package__))
+_kernels = import_later(".kernels", __package__)
 
 
 def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Any:
