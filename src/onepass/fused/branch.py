@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import replayed, uses_triton
-from onepass.ops.routing.definition import widest
+from onepass.ops._shared.arguments import accumulator
 from onepass.ops.routing.op import add_rows, scatter_backward
 
 
@@ -60,7 +60,7 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
 
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
     """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
-    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
+    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=accumulator(dy))
     if mask is None:
         return (lengths - lengths.mean(-1, keepdim=True)) * scale
     real = mask[:, ::stride]
@@ -121,7 +121,7 @@ def begin_backward(
     """
     d, backend, copy, partials = dy.shape[-1], steps(dy), None, None
     if any(widths):
-        wide, rows = torch.promote_types(dy.dtype, torch.float32), backend.programs(dy, dy.numel() // d)
+        wide, rows = accumulator(dy), backend.programs(dy, dy.numel() // d)
         partials = torch.empty((rows, sum(widths)), dtype=wide, device=dy.device)
     if partials is not None and widths[1]:
         # one pass over dy rounds it and sums its rows

@@ -14,7 +14,10 @@ from torch import Tensor
 from onepass.core.eager import outside_autocast
 from onepass.core.launch import uses_triton
 from onepass.core.sums import row_sum
-from onepass.ops.routing.definition import gather, score_backward, score_forward, widest, zero_padding
+from onepass.ops._shared.arguments import accumulator
+from onepass.ops.routing.definition import gather, score_backward, score_forward, zero_padding
+
+from .branch import programs as programs
 
 # columns of the widest row that one program can hold
 WIDEST = 4096
@@ -44,18 +47,13 @@ def forward(
     if vectors is not None:
         scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
         scores = scores.transpose(0, 1).contiguous().view(*vectors.shape[:-1], *x.shape[:2])
-    f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
+    f = (x if indices is None else gather(x, indices)).to(accumulator(x)).contiguous()
     rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
     y = f * rstd
     if weight is not None:
         y = y * weight
     stats = rstd.view(1, -1) if vectors is None else torch.stack((rstd.view(-1), inverse.view(-1)))
     return y.to(dtype).contiguous(), scores, stats
-
-
-def programs(x: Tensor, rows: int) -> int:
-    """Return how many rows the buffer of partials has."""
-    return 1
 
 
 def backward(
@@ -70,7 +68,7 @@ def backward(
     `residual`, in the shape of dx and contiguous, is added to dx.
     """
     x, dy = zero_padding(x, mask), zero_padding(dy, mask)
-    wide = widest(x.dtype)
+    wide = accumulator(x)
     f = (x if indices is None else gather(x, indices)).to(wide)
     rstd = stats[0].view(*dy.shape[:2], 1)
     n, g = f * rstd, dy.to(wide)

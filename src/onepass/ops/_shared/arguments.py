@@ -228,9 +228,9 @@ def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
     return tuple(map(torch.cat, zip(*(function(*part) for part in parts), strict=True)))
 
 
-def accumulator(like: Tensor) -> torch.dtype:
-    """Return fp64 for fp64 scores, fp32 for all others."""
-    return torch.promote_types(like.dtype, torch.float32)
+def accumulator(*tensors: Tensor | None) -> torch.dtype:
+    """Return the dtype of sums over these tensors: fp64 if one of them is, else fp32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def from_rows(rows: Tensor, like: Tensor) -> Tensor:

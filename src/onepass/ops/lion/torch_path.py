@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from onepass.ops._shared.arguments import accumulator
+
 from .definition import Row, dequantize, narrow_, quantize_, reference, vector, widen
 
 # elements per thread of a tile; a tile takes all steps before the next one, so its few megabytes stay in cache
@@ -18,11 +20,6 @@ SMALL = 1 << 15
 GATHERED = SMALL - 1
 # lengths are multiples of LANES: `addr` rounds differently in the scalar code after its vector loop
 LANES = 64
-
-
-def accumulator(*tensors: Tensor) -> torch.dtype:
-    """Return fp64 if any tensor is fp64, else fp32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def plain_(

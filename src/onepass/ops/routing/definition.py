@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
-
-
-def widest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over these dtypes: fp32, or fp64 if one of them is."""
-    wide = torch.float32
-    for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
-    return wide
+from onepass.ops._shared.arguments import accumulator
 
 
 def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -51,12 +44,12 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
 
 def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return scores (batch, R, n) and 1/rms (batch, n) for x (batch, n, d) and vectors (R, d)."""
-    wide = widest(x.dtype, vectors.dtype)
+    wide = accumulator(x, vectors)
     f = x.to(wide).contiguous()
     inverse = torch.rsqrt(row_sum(f.square())[..., 0] / x.shape[-1] + eps)
     # no matrix product: a token's score must not depend on its place or on the other tokens
     dots = torch.stack([row_sum(f * v)[..., 0] for v in vectors.to(wide)], 1)
-    out = widest(x.dtype)
+    out = accumulator(x)
     return (dots * inverse[:, None]).to(out), inverse.to(out)
 
 
@@ -64,7 +57,7 @@ def score_backward(
     ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dx and the gradient of the vectors for ds (batch, R, n); tokens whose ds are all 0 are left out."""
-    wide = widest(x.dtype, vectors.dtype)
+    wide = accumulator(x, vectors)
     # the content of a masked token, NaN included, must not reach the vectors
     live = (ds != 0).any(1)
     ds, inverse = ds.to(wide), inverse.where(live, 0).to(wide)
@@ -81,7 +74,7 @@ def score_backward(
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, shift: Tensor | None = None) -> None:
     """Add gates·(update − shift) in place to y (batch·n, d), one route after another; shapes as in `scatter_add`."""
     batch, k, d = len(indices), indices.shape[-1], y.shape[-1]
-    n, wide = len(y) // batch, widest(*(t.dtype for t in (y, update, gates) if t is not None))
+    n, wide = len(y) // batch, accumulator(y, update, gates)
     update, by_route = update.reshape(batch, -1, k, d), indices.reshape(batch, -1, k)
     for r in range(by_route.shape[1]):
         named, columns = present(by_route[:, r], n)
@@ -97,7 +90,7 @@ def add_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gates·dy[i] and <dy[i], update − shift> for dy (batch, n, d), 0 where an index names no token."""
-    wide = widest(*(t.dtype for t in (dy, update, gates) if t is not None))
+    wide = accumulator(dy, update, gates)
     named, _ = present(indices, dy.shape[1])
     dy_rows, du, dg = gather(dy, indices).to(wide), None, None
     if need_u:

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
+from onepass.ops._shared.arguments import accumulator
 
 # products at a time: they stay in a core's cache until they are added up
 AT_ONCE = 1 << 17
 
 
-def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-
-
 def definition(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Return y[..., r] = Σ_d x[..., d]·weight[r, d] (no r for a 1-D weight), added up in fp32 or wider."""
-    wide, rows = _wide(x, weight), x if weight.dim() == 1 else x[..., None, :]
+    wide, rows = accumulator(x, weight), x if weight.dim() == 1 else x[..., None, :]
     y = row_sum((rows.to(wide) * weight.to(wide)).contiguous())[..., 0]
     return y.to(out_dtype or torch.promote_types(x.dtype, weight.dtype))
 
@@ -40,7 +37,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dx = Σ_r dy[:, r]·weight[r] and dweight[r] = Σ_rows dy[:, r]·x; only the latter reads x."""
-    wide, shape = _wide(x, weight), (math.prod(x.shape[:-1]), x.shape[-1])
+    wide, shape = accumulator(x, weight), (math.prod(x.shape[:-1]), x.shape[-1])
     vectors = weight if weight.dim() == 2 else weight[None]
     dy = dy.reshape(shape[0], len(vectors)).to(wide)
     dx = (dy @ vectors.to(wide)).to(x.dtype) if need_x else None
