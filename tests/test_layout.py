@@ -19,7 +19,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2494, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3518, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4258, 4300),
-    "lion": ("src/onepass/ops/lion src/onepass/optim", 2518, 2550),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2513, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2860, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1697, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6101, 5700),

@@ -131,18 +131,15 @@ class Work:
             else:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params)
-        self.plan: Plan | None = None
+        self.plan = self._make_plan(optimizer, columns) if self.fused else None
         self._packed: tuple[list[tuple[Any, ...]], Rows] | None = None
-        if self.fused:
-            self._make_plan(optimizer, columns)
 
     def _make_plan(self, optimizer: Optimizer, columns: Columns) -> Plan:
         indices = self.fused
         cautious = [cautious_factor(group) is not None for group in optimizer.param_groups]
         groups = [self.groups[j] for j in indices]
         decay = any(group["cautious_weight_decay"] for group in optimizer.param_groups)
-        self.plan = Plan(columns.take(indices), groups, [cautious[k] for k in groups], decay)
-        return self.plan
+        return Plan(columns.take(indices), groups, [cautious[k] for k in groups], decay)
 
     def gradients(self, optimizer: Optimizer, placed: dict[int, Tensor] | None) -> list[Tensor] | None:
         """Return the current gradients; None if more than values and addresses changed, so that a new Work is needed.
@@ -188,7 +185,7 @@ class Work:
         scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
         rows = self._rows(groups)  # a bad option of any group raises before any parameter changes
         if self.plan is not None:
-            self.plan = self._current_plan(optimizer, live)
+            self.plan = self._current_plan(self.plan, optimizer, live)
             self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
             # kernels write without raising the version counters that autograd checks
             torch.autograd.graph.increment_version(self.params)
@@ -205,10 +202,8 @@ class Work:
             return rows
         return self._packed[1]
 
-    def _current_plan(self, optimizer: Optimizer, live: list[Tensor]) -> Plan:
-        """Return a plan with the current addresses."""
-        plan = self.plan
-        assert plan is not None
+    def _current_plan(self, plan: Plan, optimizer: Optimizer, live: list[Tensor]) -> Plan:
+        """Return the plan, or a new one, with the current addresses."""
         fused_grads = live if self.all_fused else [live[j] for j in self.fused]
         if plan.refresh(fused_grads):
             return plan
@@ -223,9 +218,9 @@ class Work:
 
         None for shards and several devices: plain torch adds up the norms of all ranks and devices.
         """
-        if self.sharded:
+        if self.sharded or self.plan is None:
             return None
-        self.plan = plan = self._current_plan(optimizer, live)
+        self.plan = plan = self._current_plan(self.plan, optimizer, live)
         if len({launch.device for launch in plan.launches}) != 1:
             return None
         device = plan.launches[0].device
