@@ -155,25 +155,20 @@ def split(value: Tensor | float) -> tuple[Tensor | None, float]:
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(min(value, LARGEST)))
 
 
-def split_count(value: Tensor | float, like: Tensor) -> tuple[Tensor | None, float]:
+def split_count(value: Any, like: Tensor) -> tuple[Tensor | None, float]:
     """`split` for a k; one that follows from a symbolic shape becomes a tensor.
 
     As a number it would bind the compiled program to one length.
     """
-    if not _symbolic(value):
-        return split(value)
-    return torch.full((), value, dtype=accumulator(like), device=like.device), 0.0  # type: ignore[arg-type]
-
-
-def _symbolic(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return False
-    if not (torch.compiler.is_compiling() or isinstance(value, (torch.SymInt, torch.SymFloat))):
-        return False
-    # this loads sympy, which a program that compiles has loaded already
-    from torch.fx.experimental.symbolic_shapes import has_static_value
+        return value, 0.0
+    if torch.compiler.is_compiling() or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        # this loads sympy, which a program that compiles has loaded already
+        from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return not has_static_value(value)
+        if not has_static_value(value):
+            return torch.full((), value, dtype=accumulator(like), device=like.device), 0.0
+    return split(value)
 
 
 def per_row(value: Tensor | None, like: Tensor) -> Tensor | None:
