@@ -35,8 +35,8 @@ else:
             return getattr(importlib.import_module("onepass.swapping"), name)
         # a newcomer's onepass.Lion: say where it is; names with an underscore are asked for by machines
         rooms = () if name.startswith("_") else ("nn", "optim")
-        found = [room for room in rooms if name in importlib.import_module(f"onepass.{room}").__all__]
-        hint = f"; it is onepass.{found[0]}.{name}" if found else ""
+        homes = [room for room in rooms if name in importlib.import_module(f"onepass.{room}").__all__]
+        hint = f"; it is onepass.{homes[0]}.{name}" if homes else ""
         raise AttributeError(f"module 'onepass' has no attribute {name!r}{hint}")
 
 

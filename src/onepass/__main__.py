@@ -43,14 +43,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but refuse an unknown option here, where its command is known."""
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = re.findall(r"--[\w-]+", self.format_usage())
             close = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
             self.error(
                 f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else "")
             )
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":

@@ -51,8 +51,8 @@ class RoutedExperts(moe.RoutedExperts):
     def forward(self, x: Tensor, scores: Tensor, expert_ids: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if getattr(self.token_dispatcher, "ep_mesh", None) is not None:
             return super().forward(x, scores, expert_ids, tokens_per_expert)
-        own = self.inner_experts
-        local = (w.to_local() if isinstance(w, DTensor) else w for w in (own.w1_EFD, own.w3_EFD, own.w2_EDF))
+        inner = self.inner_experts
+        local = (w.to_local() if isinstance(w, DTensor) else w for w in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
         # products in bf16, as torchtitan's
         gate, up, down = (w.bfloat16() for w in local)
         chosen = expert_ids.flatten(0, 1), scores.flatten(0, 1)

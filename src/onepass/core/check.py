@@ -23,9 +23,9 @@ def setting(name: str, *accepted: str) -> str:
 def tensor(op: str, name: str, value: object) -> None:
     """Raise TypeError unless value is a dense tensor."""
     if not isinstance(value, Tensor):
-        given = type(value).__name__
-        hint = "; torch.fx.wrap keeps a function whole, Tracer.is_leaf_module a layer" if given == "Proxy" else ""
-        raise TypeError(f"{op}: {name} must be a tensor, got {given}{hint}")
+        type_name = type(value).__name__
+        hint = "; torch.fx.wrap keeps a function whole, Tracer.is_leaf_module a layer" if type_name == "Proxy" else ""
+        raise TypeError(f"{op}: {name} must be a tensor, got {type_name}{hint}")
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else value.layout
         raise TypeError(f"{op}: {name} must be dense, got {kind}; pass {name}.to_dense() or to_padded_tensor()")

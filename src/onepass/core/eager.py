@@ -121,12 +121,12 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         # a checkpoint hands out a saved tensor once
-        seen = SimpleNamespace(**vars(ctx), saved_tensors=ctx.saved_tensors, needs_input_grad=ctx.needs_input_grad)
-        seen.maybe_clear_saved_tensors = lambda: None
-        sources = [t for t in (*grads, *seen.saved_tensors) if t is not None and t.requires_grad]
+        snapshot = SimpleNamespace(**vars(ctx), saved_tensors=ctx.saved_tensors, needs_input_grad=ctx.needs_input_grad)
+        snapshot.maybe_clear_saved_tensors = lambda: None
+        sources = [t for t in (*grads, *snapshot.saved_tensors) if t is not None and t.requires_grad]
         sources += [node.variable for node, _ in ctx.next_functions if leaves and hasattr(node, "variable")]
         with torch.no_grad():
-            results = backward(seen, *grads)
+            results = backward(snapshot, *grads)
         gradients = results if isinstance(results, tuple) else (results,)
         present = [g for g in gradients if g is not None]
         refused = iter(_Refused.apply(no_second(name), len(present), *present, *sources))  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ class Saved:
     starts: Tensor | None
     state_kv: Tensor | None
     within: Tensor | None  # indices in windows, and the keys that each query sees: see `choose_within`
-    seen: Tensor | None
+    runs: Tensor | None
     stats_q: Tensor
     stats_kv: Tensor
     tokens: Tensor  # normed; so are the chosen
@@ -94,7 +94,7 @@ class Saved:
 
 
 def _runs(
-    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan
+    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, runs: Tensor | None, plan: Plan
 ) -> tuple[Runs, Runs]:
     """Return the keys that each token of (batch, n, dim) sees in local attention, each chosen query in the heavy."""
     n = tokens.shape[1]
@@ -105,9 +105,9 @@ def _runs(
     light = runs_of(neighbours, (n, plan.window, plan.causal), tokens.device)._replace(mask=mask)
     no_missing = mask is None and not (plan.causal and n % plan.window)
     present = None if no_missing else at_kv >= 0
-    if seen is None:
+    if runs is None:
         return light, runs_of(whole, (at_q.shape[1], at_kv.shape[1]), tokens.device)._replace(mask=present)
-    first, last = seen.unbind()
+    first, last = runs.unbind()
     return light, Runs(present, first, last)
 
 
@@ -184,12 +184,12 @@ def forward(
     vectors = torch.cat((vector_q, vector_kv))
     weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
     (
-        y, tokens, scores, stats, gates_q, at_q, state_q, starts, _, gates_kv, at_kv, state_kv, within, seen, chosen_q,
+        y, tokens, scores, stats, gates_q, at_q, state_q, starts, _, gates_kv, at_kv, state_kv, within, runs, chosen_q,
         stats_q, chosen_kv, stats_kv, *copies,
     ) = before_products(x, vectors, light_norm, mask, plan, norm_q, norm_kv, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
     qkv = torch.mm(tokens, qkv_w.t())
-    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan)
+    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, runs, plan)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     light, light_lse, gated, heavy, heavy_lse = _attend(
         qkv, q, kv, gates_kv, at_q, at_kv, plan, *light_runs, *heavy_runs
@@ -201,7 +201,7 @@ def forward(
     else:
         add_chosen(rows, update, gates_q, at_q, null)
     return Public(y, at_q, gates_q, at_kv, gates_kv, scores), Saved(
-        vectors, stats, state_q, starts, state_kv, within, seen, stats_q, stats_kv, tokens, qkv, light, light_lse,
+        vectors, stats, state_q, starts, state_kv, within, runs, stats_q, stats_kv, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update, null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w,
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def backward_products(
     need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
     need_v, dim = need_vector_q or need_vector_kv, dy.shape[-1]
     need_gates = need_x or need_v
-    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan)
+    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.runs, plan)
     grads: list[Tensor | None] = [None] * 6
 
     def gradient(i: int, dy: Tensor, x: Tensor) -> None:

@@ -137,16 +137,16 @@ def choose_within(
         # ask about padding for hard gates alone, because the question ties a graph to some lengths
         masked = mask is not None or bool(choice.hard and n % window)
         gates, within, state, _ = _empty_choice(parts, choice, masked)
-        shape, seen = (batch, cdiv(n, window) * choice.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
-        return gates.new_empty(shape), within.new_empty(shape), state, within, seen
+        shape, runs = (batch, cdiv(n, window) * choice.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
+        return gates.new_empty(shape), within.new_empty(shape), state, within, runs
     gates, within, state, _ = choose(*windows(scores, mask, window), choice)
     if kernels := kernels_for(scores):
-        indices, seen = kernels.place(within, at_q, window)
+        indices, runs = kernels.place(within, at_q, window)
     else:
         indices = of_sequence(within, len(scores), window)
         last = torch.where(at_q >= 0, at_q // window * choice.k, indices.shape[1]).to(torch.int32)
-        seen = torch.stack((torch.zeros_like(last), last))
-    return gates.view(indices.shape), indices, state, within, seen
+        runs = torch.stack((torch.zeros_like(last), last))
+    return gates.view(indices.shape), indices, state, within, runs
 
 
 def choose_within_backward(

@@ -39,7 +39,7 @@ class Clock(nn.Module):
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: tokens of each prompt while prompts are read; None in a step.
         read: how many tokens of each sequence this call reads, on the host; empty between calls.
-        choices: each router's choice of the prompt, until its end.
+        choices, last: of a prompt, until its end: each router's choice; what `last_in` returned.
         pending: buffers and their contents after the prompt, copied at its end.
         periods: block and window sizes of the layers; see `turns`.
         forced: what `turns` returns while a graph is captured; None: the counts decide.
@@ -415,8 +415,8 @@ class Block(Layer):
             wrong = ValueError if isinstance(cache, BlockCache) else TypeError
             raise wrong(f"{name}: cache must be what its own new_cache returned, with {sizes}; got {got}")
         check_mask(name, x, mask)
-        light, kept = (getattr(part, "light", part) for part in (self.attention, cache.attention))
-        for each, tensor in (("x", x), ("the cache", kept.keys)):
+        light, light_cache = (getattr(part, "light", part) for part in (self.attention, cache.attention))
+        for each, tensor in (("x", x), ("the cache", light_cache.keys)):
             check_dtype(name, tensor, light.qkv, each)
         if cache.owns_clock:
             cache.clock.begin(x, mask)

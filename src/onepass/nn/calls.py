@@ -135,10 +135,10 @@ def has_no_overrides(*modules: nn.Module) -> bool:
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
     for m in modules:
-        own = m.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        has = m.__dict__
+        if has["_forward_hooks"] or has["_forward_pre_hooks"] or has["_backward_hooks"] or has["_backward_pre_hooks"]:
             return False
-        if "forward" in own or "weight" in own or "bias" in own or "null" in own or own["_buffers"]:
+        if "forward" in has or "weight" in has or "bias" in has or "null" in has or has["_buffers"]:
             return False
     return True
 

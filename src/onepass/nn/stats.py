@@ -127,8 +127,8 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
         0, (place.clamp_min(0) * BINS // length).flatten(), chosen.flatten().long()
     )
     total, zero = chosen.sum(), flat.new_zeros(())
-    comparable = before is not None and before.shape == chosen.shape
-    compared = (total, (chosen & before.to(chosen.device)).sum()) if comparable and before is not None else (zero, zero)
+    before = None if before is None or before.shape != chosen.shape else before.to(chosen.device)
+    compared = (zero, zero) if before is None else (total, (chosen & before).sum())
     counts = [
         real.sum(), total, *compared, present.sum(),
         (present & (gates >= 1 - SATURATED)).sum(), (present & (gates <= SATURATED)).sum(),

@@ -17,7 +17,7 @@ COMPLEX_STATE = {torch.float32: torch.complex64}
 # momenta of smaller parameters (gains, biases) have the parameter's dtype: int8 would save little
 SMALL_INT8 = 4096
 
-_routing = itemgetter(
+_path_options = itemgetter(
     "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
     "state_dtype",
 )  # fmt: skip
@@ -26,9 +26,9 @@ numbers = itemgetter("lr", "weight_decay", "betas", "decouple_lr", "maximize", "
 _FIXED = (float, int)
 
 
-def routing(group: dict[str, Any]) -> tuple[Any, ...]:
+def path_options(group: dict[str, Any]) -> tuple[Any, ...]:
     """Return the options of a group that decide a tensor's path, with their types: cautious=1.0 is off, True is on."""
-    options = _routing(group)
+    options = _path_options(group)
     return options, *map(type, options)
 
 

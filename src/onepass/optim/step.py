@@ -15,7 +15,7 @@ from onepass.core.launch import uses_triton
 from onepass.ops.lion.definition import Row, split_complex
 from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import plain_, update_
-from onepass.optim.options import cautious_factor, may_vary, numbers, routing, row_of
+from onepass.optim.options import cautious_factor, may_vary, numbers, path_options, row_of
 from onepass.optim.sharded import global_mean, is_sharded, shards
 from onepass.optim.state import SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
@@ -58,7 +58,7 @@ class Work:
         """Sort the tensors; `grads` are of all parameters, group by group. `part`: ignore parameters without one."""
         groups = optimizer.param_groups
         self.param_lists = [Objects(group["params"]) for group in groups]
-        self.signature = list(map(routing, groups))
+        self.path_options = list(map(path_options, groups))
         self.params: list[Tensor] = []  # parameters with a gradient
         self.idle: list[Tensor] = []
         self.groups: list[int] = []
@@ -149,8 +149,8 @@ class Work:
         groups = optimizer.param_groups
         if len(groups) != len(self.param_lists):
             return None
-        for group, params, options in zip(groups, self.param_lists, self.signature, strict=True):
-            if not params.same_objects(group["params"]) or routing(group) != options:
+        for group, params, options in zip(groups, self.param_lists, self.path_options, strict=True):
+            if not params.same_objects(group["params"]) or path_options(group) != options:
                 return None
         states = optimizer.state.values()
         for key, objects in self.state_lists:

@@ -59,9 +59,9 @@ class SwapReport:
         """
         # after an undo there are no exchanges
         for layer, exchange in zip(self.exchanged, self._exchanges, strict=False):
-            own = " with a forward of its own" * ("forward" in vars(exchange.module))  # accelerate's hooks leave one
-            if own or type(exchange.module) is not exchange.target.cls:
-                name, now = layer.names[0] or "the model", type(exchange.module).__name__ + own
+            note = " with a forward of its own" * ("forward" in vars(exchange.module))  # accelerate's hooks leave one
+            if note or type(exchange.module) is not exchange.target.cls:
+                name, now = layer.names[0] or "the model", type(exchange.module).__name__ + note
                 raise RuntimeError(
                     f"undo: {name} was exchanged for {layer.becomes} and is a {now} now; remove what changed it first"
                 )

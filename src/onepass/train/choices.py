@@ -45,9 +45,9 @@ class Choices:
         # a load of 1: as many tokens as if all experts got the same
         loads = self.total(self.loads).double()
         parts = (loads / loads.mean(1, keepdim=True)).tolist() if self.config.experts else []
-        named = {f"routing/blocks.{i}.feed_forward": all_blocks for i, all_blocks in enumerate(parts)}
-        loads_by_name = {f"{name}/fullest": max(all_blocks) for name, all_blocks in named.items()}
-        return hidden, loads_by_name | {f"{name}/emptiest": min(all_blocks) for name, all_blocks in named.items()}
+        named = {f"routing/blocks.{i}.feed_forward": block for i, block in enumerate(parts)}
+        fullest = {f"{name}/fullest": max(block) for name, block in named.items()}
+        return hidden, fullest | {f"{name}/emptiest": min(block) for name, block in named.items()}
 
 
 def summary(numbers: dict[str, float]) -> str:

@@ -63,11 +63,11 @@ RESULT_DTYPE = Role(torch.dtype | None, "_result_dtype({op!r}, {a!r}, {a})")
 
 # filled in for the operator's arguments, as the program of `core.operator` is
 _PROGRAM = """
-def check({given}):
+def check({public}):
     {checks}
 
 def check_taken({taken}):
-    check({as_given})
+    check({as_public})
 
 def forward({taken}):
     return way({taken}).forward({flat})
@@ -76,8 +76,8 @@ def backward(gy, {back}):
     {grads} = way({taken}).backward(gy, {flat_back})
     return {shaped}
 
-def call({given}):
-    check({given})
+def call({public}):
+    check({public})
     {split}
     return bound({taken})
 """
@@ -117,10 +117,10 @@ def declare(
 
     flat, shaped, back = code("flat"), code("shaped"), [*tensors, *states, *numbers, *needs]
     lists = {
-        "given": roles, "taken": taken, "flat": [*map(flat.get, tensors), *numbers], "back": back,
+        "public": roles, "taken": taken, "flat": [*map(flat.get, tensors), *numbers], "back": back,
         "flat_back": [*map(flat.get, tensors), *(f"{k}.contiguous()" for k in states), *numbers, *needs],
         "grads": [f"d_{a}" for a in graded], "shaped": map(shaped.get, graded),
-        "as_given": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
+        "as_public": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
     }  # fmt: skip
     text = {key: listed(items) for key, items in lists.items()}
     text["checks"] = "; ".join(line for line in code("check").values() if line) or "pass"

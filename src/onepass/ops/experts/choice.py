@@ -43,9 +43,9 @@ def _backward(
     if uses_triton(u) and u.shape[0]:
         from . import kernels_choice as kernels
 
-        kept = [None if t is None else t.contiguous() for t in (logits, indices, weights, d_weights, d_logits)]
+        tensors = [None if t is None else t.contiguous() for t in (logits, indices, weights, d_weights, d_logits)]
         in_parts = u.is_cuda and u.dtype == torch.bfloat16
-        d = kernels.choose_backward(*kept, softmax, norm, in_parts)
+        d = kernels.choose_backward(*tensors, softmax, norm, in_parts)
         if in_parts:
             # (high + low)·(high + low) without low·low
             du = torch.mm(d, kernels.parts(weight, 2)) if need_u else None

@@ -164,14 +164,14 @@ def _fake_backward(dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Ten
 def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    x, weights, up, down, *kept = ctx.saved_tensors
-    h, *order = [t.contiguous() for t in kept]  # a hook may return other strides
+    x, weights, up, down, *results = ctx.saved_tensors
+    h, *order = [t.contiguous() for t in results]  # a hook may return other strides
     need_x, _, *needs, _ = ctx.needs_input_grad
     activations: Any = h
     if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
         activations = [h]  # the graph then holds it no longer
         ctx.maybe_clear_saved_tensors()
-    del h, kept
+    del h, results
     grads = run(dy, x, weights, up, down, activations, *order, need_x, *needs)
     dx, *others = (g if need else None for g, need in zip(grads, (need_x, *needs), strict=True))
     return dx, None, *others, None
