@@ -93,13 +93,12 @@ def test_meta_device_then_reset(spec: Layer) -> None:
         module = Called(spec)
     assert all(t.is_meta for t in tensors_of(module).values())
     fill(module.to_empty(device="cpu"))
-    found = []
-    for one in (module, Called(spec)):
+    found = [module, Called(spec)]
+    for one in found:
         torch.manual_seed(3)
         for m in one.modules():
             if hasattr(m, "reset_parameters"):
                 m.reset_parameters()
-        found.append(one)
     assert [name for name, t in tensors_of(module).items() if t.isnan().any()] == []
     torch.manual_seed(3)
     direct = Called(spec)
@@ -276,7 +275,7 @@ def test_shapes_of_meta_tensors(spec: Layer, masked: bool) -> None:
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "own forward", "subclass"])
 @layers
 def test_what_looks_at_any_module_is_called(spec: Layer, kind: str) -> None:
-    """No path beside the modules' forward passes by a hook, a forward of an instance, or one of a subclass."""
+    """No path passes by a hook, an instance's or a subclass's forward; each runs inside its parent, as FSDP2 needs."""
     layer, x = made(spec).eval(), _x()
     plain = layer(x)
     for where, _ in [*layer.layer.named_modules()][1:]:
@@ -284,18 +283,18 @@ def test_what_looks_at_any_module_is_called(spec: Layer, kind: str) -> None:
             continue  # a part of the choice, which is one operator
         other = copy.deepcopy(layer)
         part: Any = other.layer.get_submodule(where)
-        calls: list[str] = []
-        if kind == "hook":
-            part.register_forward_hook(lambda *_, calls=calls: calls.append(""))
-        elif kind == "pre-hook":
-            part.register_forward_pre_hook(lambda *_, calls=calls: calls.append(""))
+        parent, calls = id(other.layer.get_submodule(where.rpartition(".")[0])), list[list[int]]()
+        if "hook" in kind:
+            register = part.register_forward_hook if kind == "hook" else part.register_forward_pre_hook
+            register(lambda *_, calls=calls: calls.append([id(f[0].f_locals.get("self")) for f in inspect.stack(0)]))
         else:
             place = part if kind == "own forward" else type("Other", (type(part),), {})
             own = part.forward if place is part else type(part).forward
-            place.forward = lambda *args, own=own, calls=calls, **options: (calls.append(""), own(*args, **options))[1]
+            place.forward = lambda *args, own=own, calls=calls, **options: (calls.append([]), own(*args, **options))[1]
             part.__class__ = place if kind == "subclass" else type(part)
         torch.testing.assert_close(other(x), plain, rtol=1e-4, atol=1e-5)
         assert calls, where
+        assert all(parent in callers for callers in calls if callers), where
 
 
 @pytest.mark.gpu

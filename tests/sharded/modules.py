@@ -146,11 +146,12 @@ def _() -> None:
 @many("what rows over devices are refused", {"layer": list(EVERY)})
 def _(layer: str) -> None:
     module, x = EVERY[layer]().to(device_type()), torch.randn(4, 24, DIM, device=device_type())
-    mask = torch.ones(4, 24, dtype=torch.bool, device=x.device)
     with pytest.raises(ValueError, match=r"rows must be whole on a device, .*; write distribute_tensor\(x, mesh, \["):
         module(placed(x, mesh(), [Shard(1)]))
     with pytest.raises(TypeError, match="mask must be a DTensor, as the other tensors are"):
-        module(placed(x, mesh(), [Shard(0)]), mask)
+        module(placed(x, mesh(), [Shard(0)]), torch.ones(4, 24, dtype=torch.bool, device=x.device))
+    with pytest.raises(TypeError, match="TransformerBlock: x must be a plain tensor, got a DTensor; give"):
+        onepass.nn.TransformerBlock(DIM, dim_head=16, device=x.device)(placed(x, mesh(), [Shard(0)]))
     if layer in ("RoutedAttention", "RoutedBlock causal"):
         with pytest.raises(TypeError, match="x must be a plain tensor, got a DTensor; give each device whole"):
             module(placed(x.flatten(0, 1), mesh(), [Shard(0)]), cu_seqlens=torch.tensor([0, 96]), max_seqlen=96)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,32 +42,29 @@ class AttentionRouting(NamedTuple):
 
 
 class HeavyAttention(nn.Module):
-    """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
+    """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), after norms; gated values.
 
     It returns ``out(attention) − null``: the caller adds `null` to every token. Query i sees the first ``last[i]``
     memories where `mask` is True; `last`: ``(k_q,)`` or ``(batch, k_q)``. `turned`: rotate by the routing's positions.
     """
 
-    def __init__(
-        self, dim: int, heads: int, dim_head: int, *, dim_context: int,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim: int, heads: int, dim_head: int, *, dim_context: int, **factory: Any) -> None:
         super().__init__()
         self.heads, self.dim_head = heads, dim_head
         inner = heads * dim_head
-        self.norm_q = RMSNorm(dim, device=device, dtype=dtype)
-        self.norm_kv = RMSNorm(dim_context, device=device, dtype=dtype)
-        self.q = nn.Linear(dim, inner, bias=False, device=device, dtype=dtype)
-        self.kv = nn.Linear(dim_context, 2 * inner, bias=False, device=device, dtype=dtype)
-        self.out = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
+        self.norm_q = RMSNorm(dim, **factory)
+        self.norm_kv = RMSNorm(dim_context, **factory)
+        self.q = nn.Linear(dim, inner, bias=False, **factory)
+        self.kv = nn.Linear(dim_context, 2 * inner, bias=False, **factory)
+        self.out = nn.Linear(inner, dim, bias=False, **factory)
 
     def forward(
         self, queries: Tensor, memories: Tensor, routing: AttentionRouting, null: Tensor, last: Tensor, *, turned: bool,
         mask: Tensor | None, cache: HeavyCache | None = None,
     ) -> Tensor:  # fmt: skip
         check_dtype("HeavyAttention", queries, self.q)
-        q = self.q(queries).unflatten(-1, (self.heads, self.dim_head))
-        kv = self.kv(memories).unflatten(-1, (2, self.heads, self.dim_head))
+        q = self.q(self.norm_q(queries)).unflatten(-1, (self.heads, self.dim_head))
+        kv = self.kv(self.norm_kv(memories)).unflatten(-1, (2, self.heads, self.dim_head))
         if cache is not None and cache.clock.lengths is None:
             y = cache.attend(q, kv, routing.kv)
         else:
@@ -198,8 +195,8 @@ class RoutedAttention(Layer):
                 last = torch.where(q >= 0, q // self.window * quota, kv.shape[1])
             else:
                 last = torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device)
-            tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
             present = None if always_full else kv >= 0
+            tokens = gather(x, q), gather(x, kv)
             update = heavy(*tokens, routing, self.null, last, turned=True, mask=present, cache=heavy_cache)
             y = scatter_add(y, update, routing_q.gates, q, inplace=plain())
         return explore(y, x, self.router_q, self.k_q, mask).view(x.shape), routing
@@ -214,9 +211,8 @@ class RoutedAttention(Layer):
         if begins_window or x.device.type != "cpu" or bool((q.indices >= 0).any()):
             memories, kv = cache.previous_window(self, begins_window)
             routing = AttentionRouting(q, kv)
-            tokens = heavy.norm_q(x), heavy.norm_kv(memories)
             last = q.indices[:, 0] // self.window
-            update = heavy(*tokens, routing, self.null, last, turned=True, mask=None, cache=cache.heavy)
+            update = heavy(x, memories, routing, self.null, last, turned=True, mask=None, cache=cache.heavy)
             y = y + (update * q.gates[..., None]).to(y.dtype)
         else:
             routing = AttentionRouting(q, RouterOutput(q.indices[:, :0], q.gates[:, :0], q.scores[:, :0]))

@@ -120,7 +120,7 @@ class RoutedCrossAttention(nn.Module):
         k_context = k_for(self.router_kv, self.k_kv, context.shape[1])
         kv: RouterOutput = self.router_kv(context, k_context, context_mask)
         routing = AttentionRouting(q, kv)
-        tokens = self.heavy.norm_q(gather(x, q.indices)), self.heavy.norm_kv(gather(context, kv.indices))
+        tokens = gather(x, q.indices), gather(context, kv.indices)
         last = torch.full(q.indices.shape[1:], kv.indices.shape[1], dtype=torch.int32, device=x.device)
         # without a mask, a Router always finds k memories
         present = None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0

@@ -177,6 +177,8 @@ class TransformerBlock(Block):
     def check(self, x: Tensor) -> None:
         """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
         check_tokens("TransformerBlock", x, self.attention.dim)
+        if hasattr(x, "to_local"):
+            raise TypeError("TransformerBlock: x must be a plain tensor, got a DTensor; give each device its own rows")
 
     def packed(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
