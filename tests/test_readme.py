@@ -191,7 +191,7 @@ def evidence() -> Iterable[str]:
         "experts¹ reached {experts600}, without {global600}, d 512 without {global600d512}.",
         "one global block and windows of 256 {global60n}, {global200n}, {global600nlong};",
         "alone {windows60nfar}, chosen keys {global60nchosenfar}, global {global60nfar}.", "| {global60} | {global200}",
-        "| {experts60e64} | **{experts200e64}** | {experts600e64long}² |", "| {experts60d384b6} | {experts200d384}¹ | |",
+        "| {experts60e64} | **{experts200e64}** | {experts600e64long}² |", "{experts60d384b6} | {experts200d384}¹ | |",
         "{dense60task}, experts {experts60task}, without {global60task}", "| {global60d384b6} | {global200d384} | |",
         "| {global60d512b6} | {global200d512} | {global600d512long} |", "{experts200d512} | {experts600d512long}² |",
         "{global60grams} after 60 s, with experts¹ {experts60grams}.", "{dense60}, {dense200} and (183 MB) {dense600}",
