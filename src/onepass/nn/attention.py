@@ -274,8 +274,8 @@ class RoutedAttention(Layer):
 def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module | None) -> None:
     """Raise ValueError for a router with several routes: attention has one list of queries and one of keys."""
     for name, router in (("router_q", router_q), ("router_kv", router_kv)):
-        if isinstance(router, Router) and router.num_routes != 1:
-            raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
+        if (routes := getattr(router, "num_routes", 1)) != 1:
+            raise ValueError(f"{module}: {name} must have one route, got num_routes = {routes}")
 
 
 # what `fused` replaces: the classes of the parts, then of the modules in them, for either router of queries

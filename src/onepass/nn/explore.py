@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepass.core.eager import fast_apply, plain
 from onepass.fused.branch import explore_gradient
 
-from .router import NORM_EPS, Router
+from .router import NORM_EPS
 
 
-def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tensor | None = None) -> Tensor:
+def explore(y: Tensor, x: Tensor, router: Any, k: int | float, mask: Tensor | None = None) -> Tensor:
     r"""Return y; in backward, push up the scores of sampled tokens where the gradient of y is large.
 
     A gate's gradient, ⟨∂L/∂y_i, heavy(x_i)⟩, exists for chosen tokens alone, and means little until the heavy branch
@@ -39,8 +39,8 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
         mask: ``(batch, n)`` bool, True at real tokens; others give no gradient.
     """
     learns = y.requires_grad or torch._C._are_functorch_transforms_active()
-    stride = router.explore_stride(k, x.shape[1]) if isinstance(router, Router) and learns else 0
-    if not (isinstance(router, Router) and stride):
+    stride = router.explore_stride(k, x.shape[1]) if learns and hasattr(router, "explore_stride") else 0
+    if not stride:
         return y
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
     in_place = plain(y, x) and not y._is_view()

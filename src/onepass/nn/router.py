@@ -176,6 +176,6 @@ class Router(nn.Module):
 def k_for(router: nn.Module, k: int | float, n: int) -> int | float:
     """Return the k to call a router with: a `Router` counts a share of each row's real tokens itself.
 
-    Any other module gets a number, ``max(1, round(k·n))`` for a share of the n tokens with their padding.
+    So does one in a wrapper of torch, which lends its attributes. Others get ``max(1, round(k·n))`` of n padded tokens.
     """
-    return k if isinstance(router, Router) else count(k, n)
+    return k if hasattr(router, "explore_stride") else count(k, n)

@@ -208,7 +208,7 @@ class TransformerBlock(Block):
         """Compute module by module."""
         x = zero_padding("TransformerBlock", x, mask)
         y, routing = self.dropped(self.attention(x, mask, packed, cache)), None
-        if isinstance(self.feed_forward, FeedForward):
+        if isinstance(getattr(self.feed_forward, "up", None), nn.Module):  # a wrapper of torch lends its attributes
             y, x = self.feed_forward(y, x)
         else:
             x = x + y
