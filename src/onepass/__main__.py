@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from onepass import __version__
-from onepass.train.commands.errors import UserError, printable, reason
+from onepass.train.commands.errors import UserError, enough_memory, printable, reason
 from onepass.train.commands.options import require
 
 # each module has `add_command(subparsers)` and imports its heavy parts when its command runs
@@ -47,9 +47,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = re.findall(r"--[\w-]+", self.format_usage())
             close = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else "")
-            )
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -99,7 +98,8 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
     try:
         if extra := getattr(args, "extra", None):
             require(extra)
-        return int(args.run(args))
+        with enough_memory("there is too little memory"):
+            return int(args.run(args))
     except UserError as error:
         # a path in the message may contain line feeds or control characters
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
@@ -111,22 +111,11 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
         # the reader of the output has ended (`onepass doctor | head`): not an error
         sys.stderr.close()
         return 141
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        print(f"{name}: there is too little memory", file=sys.stderr)
-        return 2
     except OSError as error:
         # an error that the command did not expect: a directory without permission, a full disk behind the output
         where = f"can't use {error.filename}: " if error.filename else ""
         print(f"{name}: {printable(where + reason(error))}", file=sys.stderr)
         return 2
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out, which torch's allocators and NumPy say by errors of many kinds."""
-    signs = "OutOfMemoryError", "MemoryError", "CPUAllocator", "bad_alloc", "could not create a memory object"
-    return any(sign in f"{type(error).__name__}: {error}" for sign in signs)
 
 
 if __name__ == "__main__":

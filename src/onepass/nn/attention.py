@@ -234,16 +234,13 @@ class RoutedAttention(Layer):
         )  # fmt: skip
         weights = q.weight, kv.weight, norm, mask, norm_q, norm_kv, self.null, qkv, out, *heavy_weights
         if cache is not None:
-            (y, *choice), near, far = with_keys(plan, x, *weights)
+            (y, at_q, gates_q, at_kv, gates_kv, scores), near, far = with_keys(plan, x, *weights)
             cache.light.keep(*near)
             cache.heavy.fill(*far)
         else:
-            y, *choice = routed_attention(plan, x, *weights)
-        indices_q, gates_q, indices_kv, gates_kv, scores = choice
+            y, at_q, gates_q, at_kv, gates_kv, scores = routed_attention(plan, x, *weights)
         scores_q, scores_kv = scores.unbind(0)
-        return y, AttentionRouting(
-            RouterOutput(indices_q, gates_q, scores_q), RouterOutput(indices_kv, gates_kv, scores_kv)
-        )
+        return y, AttentionRouting(RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv))
 
     def quota(self, n: int) -> int | float:
         """Return how many keys and values each window gives for n > 0 tokens, or which share of its real tokens."""

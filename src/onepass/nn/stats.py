@@ -122,10 +122,8 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
     # column n takes the missing choices
     chosen = real.new_zeros((batch, n + 1)).scatter_(1, flat.where(flat >= 0, n), True)[:, :n] & real
     # bins divide the real tokens, so padding moves no token to another bin
-    place, length = real.cumsum(1) - 1, real.sum(1, keepdim=True).clamp_min(1)
-    bins = flat.new_zeros(BINS).scatter_add_(
-        0, (place.clamp_min(0) * BINS // length).flatten(), chosen.flatten().long()
-    )
+    place, length = (real.cumsum(1) - 1).clamp_min(0), real.sum(1, keepdim=True).clamp_min(1)
+    bins = flat.new_zeros(BINS).scatter_add_(0, (place * BINS // length).flatten(), chosen.flatten().long())
     total, zero = chosen.sum(), flat.new_zeros(())
     before = None if before is None or before.shape != chosen.shape else before.to(chosen.device)
     compared = (zero, zero) if before is None else (total, (chosen & before).sum())

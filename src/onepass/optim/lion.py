@@ -251,11 +251,9 @@ def _lr_to_device(group: dict[str, Any]) -> None:
         return
     device = params[0].device
     # a factor of float64 weights must not be rounded to fp32; the table of a launch takes both dtypes
-    wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+    dtype = torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in params) else torch.float32
     for key in ("lr", "weight_decay"):
         value = group[key]
         if isinstance(value, Tensor) or key == "lr":
             # a tensor per group, so that a scheduler does not write to that of another group
-            group[key] = (
-                torch.as_tensor(value, dtype=torch.float64 if wide else torch.float32).detach().to(device, copy=True)
-            )
+            group[key] = torch.as_tensor(value, dtype=dtype).detach().to(device, copy=True)

@@ -83,9 +83,7 @@ def check_options(group: dict[str, Any]) -> None:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if group["differentiable"]:
         if group["low_precision"] not in ("auto", "none"):
-            raise ValueError(
-                f"low_precision={group['low_precision']!r} is not differentiable; auto and none are accepted"
-            )
+            raise ValueError(f"low_precision={group['low_precision']!r} is not differentiable; auto and none are")
         if group["state_dtype"] == "int8":
             raise ValueError("state_dtype='int8' is not differentiable; None, torch.float32 and torch.bfloat16 are")
 

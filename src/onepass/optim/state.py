@@ -29,9 +29,7 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> bo
     if old is not None and not convert and (not remainder or "remainder" in state):
         return remainder
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
-        )
+        raise RuntimeError("Lion: take a step before capturing: a graph that makes its state resets it each replay")
     if old is None or convert:
         value = None
         if old is not None:

@@ -9,12 +9,11 @@ import sys
 
 import torch
 
-from onepass.__main__ import out_of_memory
 from onepass.train import checkpoint, choices, data, html, loop, model, parallel
 from onepass.train import config as configs
 from onepass.train import run as runs
 from onepass.train.checkpoint import Checkpoint
-from onepass.train.commands.errors import UserError, printable
+from onepass.train.commands.errors import UserError, enough_memory, printable
 from onepass.train.config import Config
 from onepass.train.data import Corpus
 from onepass.train.loop import Training
@@ -92,7 +91,6 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     options = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
-    options = {**options, "task": args.task or "masked", "model": args.model or "transformer", "seed": args.seed or 0}
     config = configs.build(
         preset, device=device, precision="bf16" if bf16 else "fp32", threads=args.threads or torch.get_num_threads(),
         data=corpus.digest, paths=tuple(os.path.abspath(path) for path in args.paths), **options,
@@ -149,19 +147,14 @@ def train(
     args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None, world: World
 ) -> int:
     """Train in the locked directory, then write pictures and a summary; return the exit code."""
-    try:
+    step = f"{config.batch} × {config.seq:,} bytes a step"
+    with enough_memory(f"the device has too little memory for {step}; lower --batch or --seq"):
         every = args.checkpoint_every or configs.CHECKPOINT_EVERY[config.preset]
         training = Training(config, corpus, run_, every, world)
         training.restore(saved)
         introduce(training)
         training.go(Progress(config.steps, training.step))
         conclude(training)
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(
-            f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
-        ) from None
     return 0
 
 

@@ -82,7 +82,7 @@ OTHERS: dict[tuple[str, object], dict[str, int | float]] = {
 # `outside`: Lion needs a larger rate outside the blocks. One rate for all is too small for the output layer or too
 # large for the matrices of the blocks; AdamW tolerates too large a rate, an update by signs does not
 COMMON: dict[str, int | float] = {
-    "top_k": 2, "routed": 0.125, "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15,
+    "seed": 0, "top_k": 2, "routed": 0.125, "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15,
     "outside": 10.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 

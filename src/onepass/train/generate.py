@@ -26,9 +26,7 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `generate` to the command line."""
-    parser = command(
-        commands, "generate", run, ("let a trained language model write on after a prompt", TEXT, EXAMPLES), "train"
-    )
+    parser = command(commands, "generate", run, ("let a trained language model write on", TEXT, EXAMPLES), "train")
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory that `onepass train --task causal` left")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
     parser.add_argument("--length", type=number(1, 2**17), default=256, metavar="N", help="in bytes (default: 256)")

@@ -140,9 +140,7 @@ def _glyphs(content: bytes) -> list[str]:
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     marks = {"\n": "<i>↵</i>\n", "\t": "<i>⇥</i>", "\ufffd": "<i>·</i>"}
     texts = (decode(content[place : place + 1], place == len(content) - 1) for place in range(len(content)))
-    return [
-        "".join(marks.get(c, escape(c) if c.isprintable() else "<i>·</i>") for c in text) or "<u></u>" for text in texts
-    ]
+    return ["".join(marks.get(c, escape(c) if c.isprintable() else "<i>·</i>") for c in t) or "<u></u>" for t in texts]
 
 
 def _name(value: int) -> str:

@@ -112,12 +112,10 @@ class Run:
         """Raise UserError if the path no longer leads to the locked directory: another process may own the new one."""
         if self._lock is None:
             return
-        try:
-            unchanged = os.path.samestat(os.lstat(self / LOCK), self._lock)
-        except OSError:
-            unchanged = False
-        if not unchanged:
-            raise UserError(f"{self.path} was moved, replaced or emptied while this run was using it")
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.lstat(self / LOCK), self._lock):
+                return
+        raise UserError(f"{self.path} was moved, replaced or emptied while this run was using it")
 
     def _sweep(self) -> None:
         """Remove unfinished files of killed training processes; those of `onepass show` stay, as it may be at work."""

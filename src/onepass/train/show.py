@@ -20,16 +20,12 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `show` to the command line."""
-    parser = command(
-        commands, "show", run, ("draw which bytes of any file a trained run routes", TEXT, EXAMPLES), "train"
-    )
+    parser = command(commands, "show", run, ("draw which bytes of a file a run routes", TEXT, EXAMPLES), "train")
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the page (default: RUN)")
     limit = number(1, 2**24)
-    parser.add_argument(
-        "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
-    )
+    parser.add_argument("--bytes", type=limit, default=65536, metavar="N", help="how much to read (default: 65536)")
 
 
 def run(args: argparse.Namespace) -> int:

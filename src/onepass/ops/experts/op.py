@@ -91,9 +91,7 @@ def _forward(
     return way.gather_sum(way.product(a, down, ends), places, ends), h, places, rows, ends
 
 
-def _without_gradients(
-    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
-) -> Tensor:
+def _inference(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
     """Return y alone; few tokens without gradients, as in decoding, go to kernels that read only the chosen experts."""
     if not torch.is_grad_enabled() and uses_triton(x) and x.numel():
         from . import kernels_few
@@ -179,7 +177,7 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Ten
 
 _call, forward_op, backward_op = operator(
     "experts", _forward, _backward, ("y", "h", "places", "rows", "ends"), fake=_fake, fake_back=_fake_backward,
-    ways=_ways, check=_check, gradients=_gradients, inference=_without_gradients,
+    ways=_ways, check=_check, gradients=_gradients, inference=_inference,
 )  # fmt: skip
 
 

@@ -22,6 +22,18 @@ def doing(action: str) -> Iterator[None]:
         raise UserError(f"can't {action}: {reason(error)}") from None
 
 
+@contextlib.contextmanager
+def enough_memory(message: str) -> Iterator[None]:
+    """Turn the end of memory, which torch's allocators and NumPy say by errors of many kinds, into a UserError."""
+    signs = "OutOfMemoryError", "MemoryError", "CPUAllocator", "bad_alloc", "could not create a memory object"
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not any(sign in f"{type(error).__name__}: {error}" for sign in signs):
+            raise
+        raise UserError(message) from None
+
+
 def printable(text: str) -> str:
     r"""Escape what a terminal would interpret or hide, so that a name is visible in full on one line.
 
