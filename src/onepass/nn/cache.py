@@ -224,7 +224,7 @@ def _scores_at(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _keys_and_values(layer: Any, weight: Tensor, places: int, clock: Clock) -> dict[str, Tensor]:
-    """Return buffers of the dtype that a layer computes in; quantised weights are integers, or no tensors."""
+    """Return empty places in the dtype that a layer computes in; quantised weights are integers, or no tensors."""
     like = next(p for p in (weight, *layer.parameters()) if isinstance(p, Tensor) and p.is_floating_point())
     shape = len(clock.counts), places, layer.heads, layer.dim_head
     return {name: torch.zeros(shape, dtype=like.dtype, device=like.device) for name in ("keys", "values")}

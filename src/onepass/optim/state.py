@@ -120,7 +120,7 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
 
 
 def without_codes(saved: dict[str, Any], *, cut: bool) -> dict[str, Any]:
-    """Return a state with fp32 numbers for int8 codes that shards cut, or whose blocks are not runs of rows."""
+    """Return the state; int8 codes become fp32 numbers if shards `cut` their blocks or they are not in row order."""
     codes, scales = saved.get("exp_avg"), saved.get(SCALE_KEY)
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or codes.dtype != torch.int8:
         return saved
@@ -132,7 +132,7 @@ def without_codes(saved: dict[str, Any], *, cut: bool) -> dict[str, Any]:
 
 
 def gatherable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state for a state dict: numbers that may be gathered, and kept in another memory order.
+    """Return a parameter's state for a state dict: what ranks can gather and files can store.
 
     Neither gloo nor NCCL gathers int16: the remainder of a DTensor is int32, into which an int16 checkpoint can be
     read. Few formats keep an order such as channels_last, of which the blocks of int8 are runs: these become fp32.

@@ -227,7 +227,7 @@ class Work:
         scale = Scalars(grad_scale).to(device)[0]
         return plan.norm(self._rows(optimizer.param_groups), max_norm.to(device), scale)
 
-    def _run_torch(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
+    def _run_torch(self, groups: Sequence[dict[str, Any]], columns: Columns, factor: float | Tensor | None) -> None:
         for indices in self.tiled.values():
             group = groups[self.groups[indices[0]]]
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in indices] for c in columns[:3])

@@ -53,12 +53,11 @@ def backward_ways(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, 
 
 def reshaped(op: str, n: int, groups: int, x: Tensor, *tensors: Tensor | None) -> list[Any]:
     """Return x, weight, bias, residual and gate with the last n dimensions of x as one, or as (groups, columns)."""
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{op}: groups must be an int, got {type(groups).__name__}")
+    arguments.whole(op, "groups", groups, 1)
     check.floating(op, "x", x)
     shape, vector = x.shape, x.shape[-n:]
     n_cols = math.prod(vector)
-    if groups < 1 or n_cols % groups:
+    if n_cols % groups:
         raise ValueError(f"{op}: groups must divide the {n_cols} columns of x, got {groups}")
     parts: list[Any] = []
     for name, t in zip(("x", "weight", "bias", "residual", "gate"), (x, *tensors), strict=True):
@@ -82,7 +81,7 @@ def _whole(n: int, t: Any) -> Any:
     from torch.distributed.tensor import Replicate
 
     whole = [Replicate() if p.is_shard() and p.dim % t.dim() >= t.dim() - n else p for p in placements]
-    return t if whole == [*placements] else t.redistribute(placements=whole)  # its backward fails without a gradient
+    return t if whole == [*placements] else t.redistribute(placements=whole)  # whose backward needs a gradient
 
 
 def check_arguments(

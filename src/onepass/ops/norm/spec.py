@@ -146,7 +146,7 @@ def _rms_norm_bad() -> Iterator[BadCall]:
     yield BadCall("quantize", lambda: op(x, quantize="int8"), ValueError, "quantize must be 'row', 'block' or None")
     yield BadCall("blocks", lambda: op(x, quantize="block"), ValueError, "blocks of 128 columns, got 3 columns")
     yield BadCall("groups", lambda: op(x, groups=2), ValueError, "groups must divide the 3 columns of x, got 2")
-    yield BadCall("no groups", lambda: op(x, groups=0), ValueError, "groups must divide the 3 columns of x, got 0")
+    yield BadCall("no groups", lambda: op(x, groups=0), ValueError, "groups must be ≥ 1, got 0")
     yield BadCall("half groups", lambda: op(x, groups=1.5), TypeError, "groups must be an int, got float")
     yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
     yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")

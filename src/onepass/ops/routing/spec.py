@@ -29,13 +29,12 @@ def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no batch", (make(0, 3, 4), make(2, 4)))
 
 
-def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0, missing: bool = True) -> Tensor:
+def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0) -> Tensor:
     """Return k different tokens per row and route, one in four of them missing."""
     generator = torch.Generator().manual_seed(7)
     shape = (batch, routes, n) if routes else (batch, n)
     indices = torch.rand(shape, generator=generator).argsort(-1)[..., :k]
-    if missing:
-        indices[..., 3::4] = -1
+    indices[..., 3::4] = -1
     return indices.to(device)
 
 

@@ -40,14 +40,14 @@ def _offsets(s: Tensor, base: Tensor, eps: Tensor) -> Tensor:
 
 
 def _newton(
-    x: Tensor, k: Tensor, n: Tensor, kind: str, c: Tensor, lo: Tensor | float, hi: Tensor | float, passes: int
+    x: Tensor, k: Tensor, n: Tensor, kind: str, c: Tensor, lo: Tensor | float, passes: int
 ) -> tuple[Tensor, Tensor]:
-    """Solve Σ φ(x - c) = k between lo and hi by Newton's steps and bisection; return c, and which rows are solved.
+    """Solve Σ φ(x - c) = k between lo and FAR by Newton's steps and bisection; return c, and which rows are solved.
 
     A row that is solved keeps its bits while others go on.
     """
     done, side = k.isnan(), torch.where(k < 0.5 * n, 0.0, n)
-    lo, hi = torch.full_like(c, 1.0) * lo, torch.full_like(c, 1.0) * hi
+    lo, hi = torch.full_like(c, 1.0) * lo, torch.full_like(c, FAR)
     for i in range(passes):
         y, w = gate(x - c, kind)
         total, slope = row_sum(y), row_sum(w)
@@ -82,7 +82,7 @@ def solve(s: Tensor, k: Tensor, eps: Tensor, kind: str) -> tuple[Tensor, Tensor]
     rank = (k * (sample.shape[-1] / s.shape[-1])).nan_to_num(0.0).long().clamp(0, sample.shape[-1] - 1)
     guess = sample.gather(-1, rank)
     base = torch.where(shared, math.inf, torch.where(guess.isfinite(), guess, 0.0))
-    c, solved = _newton(_offsets(s, base, eps), k, n, kind, torch.zeros_like(k), -FAR, FAR, 16)
+    c, solved = _newton(_offsets(s, base, eps), k, n, kind, torch.zeros_like(k), -FAR, 16)
     solved &= shared | (c.abs() <= 32) | k.isnan()
     if s.is_cuda or not bool(solved.all()):
         # the threshold is at most FAR eps above the k-th score and FAR below the following one; on a GPU for all rows
@@ -91,7 +91,7 @@ def solve(s: Tensor, k: Tensor, eps: Tensor, kind: str) -> tuple[Tensor, Tensor]
         top = scores.sort(dim=-1, descending=True).values
         kth, following = (top.gather(-1, i.long().clamp(0, s.shape[-1] - 1)) for i in (of_k.ceil() - 1, of_k.floor()))
         lo = (following - kth) / of_eps - FAR
-        new_c, _ = _newton(_offsets(scores, kth, of_eps), of_k, n[at], kind, torch.zeros_like(lo), lo, FAR, 160)
+        new_c, _ = _newton(_offsets(scores, kth, of_eps), of_k, n[at], kind, torch.zeros_like(lo), lo, 160)
         base = torch.where(solved, base, base.index_copy(0, at, kth))
         c = torch.where(solved, c, c.index_copy(0, at, new_c))
     c = torch.where(poisoned, math.nan, torch.where(full, ALL_ONES, c))

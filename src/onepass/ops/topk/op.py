@@ -95,12 +95,9 @@ def backward(
     return ds, d_eps
 
 
-def forward_ways(
-    scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, k: Any = 0, eps_value: Any = 0, kind: Any = 0,
-    hard: Any = False, *rest: Any,
-) -> list[Way]:  # fmt: skip
+def forward_ways(scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, *options: Any) -> list[Way]:
     """List the ways to shard scores, eps, mask, start and lengths, with values, gates, indices and solution."""
-    n = scores.ndim
+    n, (_, _, _, hard, *_) = scores.ndim, options
     return [
         (
             (d, d, d, REPLICATE if hard else d),
