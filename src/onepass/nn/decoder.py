@@ -118,7 +118,7 @@ class Decoder:
         counts, n, device = self._counts(prompt, lengths), prompt.shape[1], self.tokens.device
         if n > self.clock.max_tokens:
             raise ValueError(f"Decoder: caches hold max_tokens = {self.clock.max_tokens} tokens, got a prompt of {n}")
-        self._check_captured()
+        self._check_settings()
         last = torch.tensor(counts, device=device)
         # a prompt of one token is a step
         mask = None if lengths is None or n == 1 else torch.arange(n, device=device) < last[:, None]
@@ -141,7 +141,7 @@ class Decoder:
         self.clock.check_room(1)
         if self.repeats and not self.graphs:
             self._clear()
-        self._check_captured()
+        self._check_settings()
         drawn = self._drawn()
         if tokens is not None:
             self.tokens.scatter_(1, self.clock.position[:, None], tokens[:, None])
@@ -173,7 +173,7 @@ class Decoder:
         chunk = CHUNK if self.tokens.is_cuda else 1
         for done in range(0, count, chunk):
             written = [self._drawn()]
-            self._check_captured()
+            self._check_settings()
             for _ in range(1, min(chunk, count - done)):
                 self._advance()
                 written.append(self._drawn())
@@ -276,7 +276,7 @@ class Decoder:
     def _settings(self) -> dict[str, Any]:
         return settings(self.modules, self.tokens.device, self)
 
-    def _check_captured(self) -> None:
+    def _check_settings(self) -> None:
         if any(block.training and block.dropout for block in self.blocks):
             raise ValueError("Decoder: blocks in training mode drop what they add: call eval() on the model first")
         if self.graphs:

@@ -55,8 +55,7 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
     betas = group["betas"]
     if not hasattr(betas, "__len__") or len(betas) != 2 or not all(map(_is_number, betas)):
         raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
-    beta1, beta2 = betas
-    return beta1, beta2
+    return betas[0], betas[1]
 
 
 def check_options(group: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def rotary(x: Tensor, positions: Tensor | None = None) -> Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"rotary: the width of a head must be even, got {x.shape[-1]}")
     if positions is not None:
-        positions = _places("rotary", "positions", positions, _INTS[1:], "x", x)
+        positions = _places("rotary", "positions", positions, (torch.int64,), "x", x)
     return _call_rotary(x, positions)  # type: ignore[no-any-return]
 
 

@@ -129,10 +129,8 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
-def _fake(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, index_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+def _fake(scores: Tensor, eps: Any, mask: Any, start: Any, lengths: Any, k: int, *options: Any) -> tuple[Any, ...]:
+    _, _, hard, *_, index_dtype = options
     values = scores.new_empty((*scores.shape[:-1], k))
     state = None if hard else scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
     return values, torch.empty_like(values), values.new_empty(values.shape, dtype=index_dtype), state
