@@ -17,12 +17,12 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2489, 2250),
-    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3517, 3250),
+    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3515, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4253, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2506, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2857, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1695, 1000),
-    "layers": ("src/onepass/fused src/onepass/nn", 6091, 5700),
+    "layers": ("src/onepass/fused src/onepass/nn", 6088, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 449, 461),
     "train": ("src/onepass/train", 2865, 2900),

@@ -153,6 +153,7 @@ class Decoder:
             raise
         return self.logits
 
+    @torch.no_grad()
     def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | Tensor | None = None) -> Iterator[Tensor]:
         """Yield the tokens of :meth:`generate`, (batch, m), as they are written; ends early once all sequences ended.
 
@@ -166,10 +167,6 @@ class Decoder:
                 "make a decoder with a larger max_tokens"
             )
         self.prefill(prompt, lengths)
-        yield from self._written(count)
-
-    @torch.no_grad()
-    def _written(self, count: int) -> Iterator[Tensor]:
         chunk = CHUNK if self.tokens.is_cuda else 1
         for done in range(0, count, chunk):
             written = [self._drawn()]

@@ -15,12 +15,10 @@ from .op import MAX_HEAD, qk_norm_rope
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-    def sample(
-        name: str, tokens: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any
-    ) -> Sample:
-        q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
+    def sample(name: str, lead: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any) -> Sample:
+        q, k, _ = torch.split(make(*lead, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
         # one token takes a short table: the tests of batches try small samples alone
-        angles = make(9 if tokens[-1] > 1 else 2, rotary // 2)
+        angles = make(9 if lead[-1] > 1 else 2, rotary // 2)
         weights = {} if options.pop("bare", False) else {"q_weight": make(d), "k_weight": make(d)}
         return Sample(name, (q, k), {**weights, "cos": angles.cos(), "sin": angles.sin(), **options})
 
