@@ -16,7 +16,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2489, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2487, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3515, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4253, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2506, 2550),

@@ -14,7 +14,7 @@ from torch import Tensor
 from onepass.core.eager import is_fake
 from onepass.core.launch import cdiv
 from onepass.ops.causal_choice import op as causal_choice
-from onepass.ops.causal_choice.definition import fraction, nearest
+from onepass.ops.causal_choice.definition import fraction, rounded_share
 from onepass.ops.soft_topk import op as soft_topk
 from onepass.ops.topk import op as op_topk
 
@@ -39,7 +39,7 @@ def row_counts(share: float, mask: Tensor) -> Tensor:
     The host does not wait for a device. Counts are rounded in integers, as `nn.count` rounds.
     """
     real = mask.sum(-1)
-    return nearest(real, *fraction(share)).clamp_min(1).minimum(real)  # type: ignore[no-any-return]
+    return rounded_share(real, *fraction(share)).clamp_min(1).minimum(real)  # type: ignore[no-any-return]
 
 
 def first_of_each(indices: Tensor, counts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.fused.choice import Choice
-from onepass.ops.causal_choice.definition import places
+from onepass.ops.causal_choice.definition import n_places
 from onepass.ops.causal_choice.op import MEMORY, check_sizes
 
 from .count import check_int, refuse_gone
@@ -80,7 +80,7 @@ class CausalRouter(Router):
     def choice(self, k: int | float, n: int) -> Choice:
         """Return how this router chooses k of n tokens."""
         choice = super().choice(k, n)._replace(block=self.block, memory=self.memory)
-        return choice._replace(k=places(k, n, self.block)) if isinstance(k, float) else choice
+        return choice._replace(k=n_places(k, n, self.block)) if isinstance(k, float) else choice
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, block={self.block}, memory={self.memory}"

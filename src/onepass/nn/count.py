@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.ops.causal_choice.definition import fraction, nearest
+from onepass.ops.causal_choice.definition import fraction, rounded_share
 
 
 def check_int(module: str, name: str, value: int, least: int = 1, most: int = 2**63 - 1) -> None:
@@ -78,4 +78,4 @@ def count(k: int | float, n: int) -> int:
         return min(int(k), n)
     if k == 1:
         return n
-    return max(1, nearest(n, *fraction(k)))  # type: ignore[no-any-return]
+    return max(1, rounded_share(n, *fraction(k)))  # type: ignore[no-any-return]

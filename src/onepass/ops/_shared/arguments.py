@@ -142,9 +142,7 @@ def whole(op: str, name: str, value: Any, least: int) -> None:
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     """Return whether a tensor of `shape` expands to `to`."""
-    if len(shape) > len(to):
-        return False
-    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def split(value: Tensor | float) -> tuple[Tensor | None, float]:

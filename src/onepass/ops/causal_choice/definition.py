@@ -21,28 +21,28 @@ def fraction(share: float) -> tuple[int, int]:
     """Return the fraction nearest to a share 0 < share ≤ 1 with a denominator of at most 2²⁰, and not 0."""
     # Dynamo traces past the cache and warns
     if torch.compiler.is_compiling():
-        return _nearest(share)
+        return _fraction(share)
     if torch._C._is_tracing():
         raise NotImplementedError("k as a share: torch.jit.trace keeps the count of one length; give an int")
-    return _nearest_cached(share)
+    return _cached_fraction(share)
 
 
-def _nearest(share: float) -> tuple[int, int]:
+def _fraction(share: float) -> tuple[int, int]:
     exact = Fraction(share).limit_denominator(DENOMINATOR)
     return (exact.numerator, exact.denominator) if exact else (1, DENOMINATOR)
 
 
-_nearest_cached = lru_cache(256)(_nearest)
+_cached_fraction = lru_cache(256)(_fraction)
 
 
-def nearest(n: Any, numerator: int, denominator: int) -> Any:
+def rounded_share(n: Any, numerator: int, denominator: int) -> Any:
     """Return the share of n ≥ 0 tokens, an int, a symbolic one or a tensor, rounded to the nearest, halves to even."""
     share = n * numerator
     # `share // denominator % 2` lifts a half above an odd number to the even one; no condition, as n may be symbolic
     return (2 * share + share // denominator % 2 + denominator - 1) // (2 * denominator)
 
 
-def places(share: float, n: Any, block: int) -> Any:
+def n_places(share: float, n: Any, block: int) -> Any:
     """Return how many of n tokens can be chosen at most: n, or ⌈share·(n rounded up to whole blocks)⌉ if that is less.
 
     The budget of the last block counts a whole block, because a choice must not depend on how many tokens follow.
@@ -61,7 +61,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return indices (batch, k) and gates of the tokens that a running threshold chooses; see `op.causal_choice`."""
     n, share = scores.shape[1], k if isinstance(k, float) else 0.0
-    k = places(k, n, block) if isinstance(k, float) else min(k, n)
+    k = n_places(k, n, block) if isinstance(k, float) else min(k, n)
     if not (k and len(scores)):
         return nothing(scores, k)
     _, indices, thresholds, _ = forward(scores.detach(), mask, k, share, eps, block, memory)

@@ -14,7 +14,7 @@ from onepass.core.sharding import Way, row_dims
 from onepass.ops._shared import arguments
 
 from . import definition
-from .definition import fraction, nothing, places
+from .definition import fraction, n_places, nothing
 
 _kernels = import_later(".kernels", __package__)
 # default: tokens before a block that its threshold is computed from
@@ -106,7 +106,7 @@ def choose(scores: Tensor, k: int | float, eps: float, block: int, memory: int, 
     """Return the result of `causal_choice` for checked arguments."""
     batch, n = scores.shape
     share = k if isinstance(k, float) else 0.0
-    k = places(k, n, block) if isinstance(k, float) else min(k, n)
+    k = n_places(k, n, block) if isinstance(k, float) else min(k, n)
     if k == 0 or batch == 0:
         return CausalChoice(*nothing(scores, k))
     gates, indices = _call(scores, mask, k, share, float(eps), block, memory)
