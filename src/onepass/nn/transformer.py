@@ -63,18 +63,18 @@ class SelfAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, packed: Sequences | None = None, cache: KeyCache | None = None
     ) -> Tensor:
         check_dtype("TransformerBlock", x, self.qkv)
-        n, step, weights = x.shape[1], cache is not None and x.shape[1] == 1, (self.q_weight, self.k_weight)
+        n, step, weights = x.shape[1], cache if x.shape[1] == 1 else None, (self.q_weight, self.k_weight)
         qkv = self.qkv(self.norm(x))
-        if cache is not None and step and decoding.fits(x):
-            return self.out(decoding.attend(self, cache, qkv, weights, EPS)[:, None])  # type: ignore[no-any-return]
+        if step is not None and decoding.fits(x):
+            return self.out(decoding.attend(self, step, qkv, weights, EPS)[:, None])  # type: ignore[no-any-return]
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.dim_head)).unbind(2)
         positions = None if packed is None else packed.positions
-        if cache is not None and step:
-            n, positions = cache.clock.max_tokens, cache.clock.position[:, None]
+        if step is not None:
+            n, positions = step.clock.max_tokens, step.clock.position[:, None]
         cos, sin = angles(n, self.dim_head, q)
         q, k = qk_norm_rope(q, k, *weights, cos=cos, sin=sin, positions=positions, eps=EPS)
-        if cache is not None and step:
-            return self.out(cache.attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
+        if step is not None:
+            return self.out(step.attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
         if cache is not None:
             cache.keep(k, v)
         if self.window is None and mask is None and packed is None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from onepass.train.commands.errors import UserError
 
@@ -109,13 +110,12 @@ CHOICES = {
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
     chosen = {"preset": preset} | {name: value for name, value in values.items() if value is not None}
-    merged: dict[str, object] = {"task": "masked", "model": "transformer", "changes": (), **COMMON, **PRESETS[preset]}
+    merged: dict[str, Any] = {"task": "masked", "model": "transformer", "changes": (), **COMMON, **PRESETS[preset]}
     merged |= OTHERS.get((preset, chosen.get("task")), {}) | OTHERS.get((preset, chosen.get("model")), {}) | chosen
     steps, dim = merged["steps"], merged["dim"]
-    if isinstance(steps, int):
-        merged.setdefault("warmup", min(100, steps // 10))
-        merged.setdefault("eval_every", max(1, steps // 10))
-    if values.get("heads") is None and isinstance(dim, int) and dim % (2 * int(str(merged["heads"]))):
+    merged.setdefault("warmup", min(100, steps // 10))
+    merged.setdefault("eval_every", max(1, steps // 10))
+    if values.get("heads") is None and dim % (2 * merged["heads"]):
         # the preset's heads don't divide this width: take the most heads of even width, as rotary positions need pairs
         merged["heads"] = next((heads for heads in (8, 4, 2) if dim % (2 * heads) == 0), 1)
     return checked(merged, "")
