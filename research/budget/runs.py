@@ -67,8 +67,8 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("n", "width", "depth", "window", "every", "experts", "top_k", "seconds", "rate", "share", "light"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} must be above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         for name in ("batch", "chosen", "hidden", "shared", "grams", "seed"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} must be 0 or above, got {getattr(self, name)}")

@@ -81,7 +81,7 @@ def test_no_byte_reads_a_later_one(name: str) -> None:
     ("line", "words"),
     [("family=dens", "family must be one of dense"), ("family=dense window=64", "window is no option of dense"),
      ("width=256", "give a family"), ("family=dense wdth=1", "'wdth' is no option of a run"),
-     ("family=dense seconds=nan", "seconds must be above 0, got nan")],
+     ("family=dense seconds=nan", "seconds must be above 0 and finite, got nan"), ("family=dense rate=inf", "got inf")],
 )  # fmt: skip
 def test_bad_runs_are_refused(line: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
