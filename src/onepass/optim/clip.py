@@ -32,7 +32,7 @@ def clip_grad_norm(
     Args:
         parameters: all parameters of the optimizer, or all that have gradients: the coefficient applies to every one.
         max_norm: smaller norms change nothing; a number ≥ 0 or a 0-dim tensor.
-        optimizer: the `Lion` whose step clips; by default, the only one that has these parameters.
+        optimizer: the `Lion` whose step clips, wrapped or not; by default, the only one that has these parameters.
         grad_scale: the scale of a GradScaler (`scaler.scale(torch.ones((), device=...))`), if its `unscale_` was not
             called; the norm is then that of the unscaled gradients.
 
@@ -62,7 +62,7 @@ def clip_grad_norm(
         check.not_negative("clip_grad_norm", "max_norm", max_norm)
     if grad_scale is not None:
         check.tensor("clip_grad_norm", "grad_scale", grad_scale)
-    owner = _owner(params) if optimizer is None else optimizer
+    owner = _owner(params) if optimizer is None else getattr(optimizer, "optimizer", optimizer)  # a wrapper's steps
     if not isinstance(owner, Lion):
         raise TypeError(f"clip_grad_norm: optimizer must be an onepass.optim.Lion, got {type(owner).__name__}")
     _check_complete(owner, params)
@@ -105,8 +105,7 @@ def _owner(params: list[Tensor]) -> Lion:
 
 
 def _check_complete(optimizer: Lion, params: list[Tensor]) -> None:
-    optimizer_params = _parameters(optimizer)
-    if _same(optimizer_params, params):
+    if _same(optimizer_params := _parameters(optimizer), params):
         return
     optimizer_ids, given_ids = set(map(id, optimizer_params)), set(map(id, params))
     if any(id(p) not in optimizer_ids and p.grad is not None for p in params):

@@ -140,6 +140,7 @@ def release_gradients(model: nn.Module, optimizer: Lion, *, bucket_bytes: int = 
         True
         >>> optimizer.step()
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # a wrapper steps the one inside
     if not isinstance(optimizer, Lion):
         raise TypeError(f"release_gradients: optimizer must be an onepass.optim.Lion, got {type(optimizer).__name__}")
     check.not_negative("release_gradients", "bucket_bytes", bucket_bytes)
