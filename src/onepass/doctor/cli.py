@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             # one line, which the next one overwrites
             print(f"\r\x1b[Ktesting {where}", end="", flush=True)
 
-    verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started=started)
+    verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started)
     if _is_terminal():
         print("\r\x1b[K", end="")
     problems += [line for v in verdicts for line in report.problem_lines(v)]

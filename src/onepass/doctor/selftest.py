@@ -171,18 +171,15 @@ def check_lion(device: torch.device, dtype: torch.dtype) -> float:
     return worst
 
 
-def perform(
-    checks: Sequence[Iterator[Check]], seconds: float = SECONDS, *,
-    started: Callable[[Verdict], None] = lambda verdict: None, clock: Callable[[], float] = time.monotonic,
-) -> list[Verdict]:  # fmt: skip
+def perform(checks: Sequence[Iterator[Check]], seconds: float, started: Callable[[Verdict], None]) -> list[Verdict]:
     """Run checks in turns, one per operator, until all are done or the time is up; return the verdicts."""
     verdicts: dict[int, Verdict] = {}
-    deadline = clock() + seconds
+    deadline = time.monotonic() + seconds
     for turn, row in enumerate(zip_longest(*checks)):
         for check in filter(None, row):
             verdict = check.verdict
             verdicts[id(verdict)] = verdict
-            if clock() > deadline and (turn or verdict.dtype != torch.float32):
+            if time.monotonic() > deadline and (turn or verdict.dtype != torch.float32):
                 continue
             started(verdict)
             verdict.ran += 1

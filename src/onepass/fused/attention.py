@@ -225,9 +225,8 @@ def backward_products(
     # ν is in both branches' outputs: its gradient is the difference of their sums
     widths = (0, dim, 0, dim) if need_null else (0, 0, 0, 0)
     rounded, sums, du, d_gates_q, explore_grad = begin_backward(
-        dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, True, need_gates,
-        plan.explore_stride > 0 and need_v,
-    )  # fmt: skip
+        dy, saved.update, gates_q, at_q, saved.null, mask, plan, widths, True, need_gates, need_v
+    )
     assert du is not None
     dy = (dy if rounded is None else rounded).view(-1, dim)
     del rounded, saved.update

@@ -112,12 +112,12 @@ def add_residual(
 @replayed
 def begin_backward(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, null: Tensor | None, mask: Tensor | None, plan: Any,
-    widths: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
+    widths: tuple[int, ...], need_update: bool, need_gates: bool, need_vectors: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dy in the branches' dtype, partials, gradients of the heavy output and the gates, and explore_grad.
 
     dy is None where it had that dtype. The partials have `widths` columns (0: not needed): for the gradients of hidden
-    units and outputs, light, then heavy. If none are for hidden units, nothing is missing, and their sums come back.
+    units and outputs, light, then heavy. Where none is for hidden units, their sums come back in place of the partials.
     """
     d, backend, copy, partials = dy.shape[-1], steps(dy), None, None
     if any(widths):
@@ -135,7 +135,7 @@ def begin_backward(
         backend.column_sums(d_update, partials, sum(widths[:3]))
     if partials is not None and not (widths[0] or widths[2]):
         partials = backend.total(partials)
-    if not need_explore:
+    if not (plan.explore_stride and need_vectors):
         return copy, partials, d_update, d_gates, None
     scale = -plan.explore_weight * plan.explore_stride
     return copy, partials, d_update, d_gates, backend.explore_gradient(dy, mask, plan.explore_stride, scale)

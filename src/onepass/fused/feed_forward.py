@@ -128,9 +128,8 @@ def backward_products(
     widths = tuple([size if need else 0 for size, need in zip(sizes, need_weights[1::2], strict=True)])
     dy = (dy if widths[1] else to(dy, plan.dtype)).contiguous()
     rounded, partials, d_update, d_gates, explore_grad = begin_backward(
-        dy, saved.update, gates, indices, None, mask, plan, widths, need_update, need_x or need_v,
-        plan.explore_stride > 0 and need_v,
-    )  # fmt: skip
+        dy, saved.update, gates, indices, None, mask, plan, widths, need_update, need_x or need_v, need_v
+    )
     del saved.update
     dy = (dy if rounded is None else rounded).view(-1, d)
     del rounded
