@@ -440,7 +440,7 @@ def layer_norm(
         eps = eps if torchs_eps is None else torchs_eps
     elif type(eps) is not float or not eps >= 0:
         check.not_negative("layer_norm", "eps", eps)
-    others = True, bool(stable), False, False, False, out_dtype, 0
+    others = True, bool(stable), False, False, False, out_dtype, 0  # has_mean, stable, then those of `NONE`
     return _call("layer_norm", n, x, weight, bias, residual, None, 1, eps, offset, *others)
 
 
