@@ -16,16 +16,16 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2487, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2485, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 3515, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4253, 4300),
-    "lion": ("src/onepass/ops/lion src/onepass/optim", 2506, 2550),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2501, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 2857, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1695, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6086, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1144, 1150),
     "doctor": ("src/onepass/doctor", 446, 461),
-    "train": ("src/onepass/train", 2865, 2900),
+    "train": ("src/onepass/train", 2864, 2900),
     "tests": ("tests", 18968, 19000),
     "measured": ("benchmarks research", 5831, 6000),
     "contrib": ("contrib", 1431, 1438),

@@ -21,10 +21,8 @@ SETTINGS = (
 def distribution_version(*names: str) -> str | None:
     """Return the version of the first of these distributions that is installed; None without any."""
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

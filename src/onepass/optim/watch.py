@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,16 +44,10 @@ class Layouts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._layouts = [_layout(t) for t in tensors]
         self._check: Callable[..., bool] | None = None
-        try:
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
             guards: Any = torch._C._dynamo.guards
-            guard = guards.TensorGuards(
-                *tensors,
-                dynamic_dims_sizes=[list(t.shape) for t in tensors],
-                dynamic_dims_strides=[list(t.stride()) for t in tensors],
-            )
-            self._check = guard.check
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            pass
+            sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+            self._check = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether these tensors have the layouts of those in the constructor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -29,11 +30,9 @@ def line(row: Row) -> bytes:
 
 def parsed(text: bytes, where: Path) -> Row:
     """Return the row of a line; raise UserError unless it holds finite numbers, `step` among them."""
-    try:
+    with contextlib.suppress(ValueError, AttributeError, KeyError, RecursionError):
         row = json.loads(text.decode())
         numbers = all(type(value) in (int, float) and abs(value) < math.inf for value in row.values())
         if numbers and type(row["step"]) is int:
             return row  # type: ignore[no-any-return]
-    except (ValueError, AttributeError, KeyError, RecursionError):
-        pass
     raise UserError(f"{where} can't be used: a line is damaged ({text[:40]!r})")
