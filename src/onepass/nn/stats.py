@@ -83,7 +83,7 @@ def routing_stats(
         named = routings if isinstance(routings, Mapping) else {str(i): each for i, each in enumerate(routings)}
         before: dict[str, Tensor] = {}
         for name, routing in named.items():
-            if not isinstance(routing, RouterOutput | AttentionRouting | BlockRouting):
+            if not isinstance(routing, Routing):
                 raise TypeError(
                     f"routing_stats: routing must be a RouterOutput, AttentionRouting or BlockRouting, "
                     f"got {type(routing).__name__}"
