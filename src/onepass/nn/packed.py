@@ -60,7 +60,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     return Places(mask, row * max_seqlen + token - begin.index_select(0, row))
 
 
-def checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def checked_bounds(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Return cu_seqlens; raise TypeError or ValueError unless a call gave packed tokens x, and no mask."""
     check.floating(caller, "x", x)
     if cu_seqlens is None:
@@ -80,7 +80,7 @@ def unpack(
     caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Places]:
     """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
-    cu_seqlens = checked(caller, x, mask, cu_seqlens)
+    cu_seqlens = checked_bounds(caller, x, mask, cu_seqlens)
     tokens = x.reshape(-1, x.shape[-1])
     layout = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
     rows, longest = layout.mask.shape

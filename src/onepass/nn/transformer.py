@@ -21,7 +21,7 @@ from .count import check_dtype, check_flag, check_int, check_number
 from .experts import ExpertRouting, Experts
 from .local_attention import check_heads
 from .norm import RMSNorm
-from .packed import check_tokens, checked, places, zero_padding
+from .packed import check_tokens, checked_bounds, places, zero_padding
 from .routed import FeedForward
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TransformerBlock(Block):
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, ExpertRouting | None]:
         """Compute packed sequences as one row, without padding."""
-        cu_seqlens = checked("TransformerBlock", x, mask, cu_seqlens)
+        cu_seqlens = checked_bounds("TransformerBlock", x, mask, cu_seqlens)
         tokens = x.reshape(1, -1, x.shape[-1])
         total = tokens.shape[1]
         real, slots = places("TransformerBlock", total, x.device, cu_seqlens, max_seqlen)

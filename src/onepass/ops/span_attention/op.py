@@ -132,7 +132,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _checked(
+def _checked_runs(
     op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Check these against q (batch, n, …) and k (batch, m, …); return first and last as (batch or 1, n) int32."""
@@ -257,7 +257,7 @@ def span_attention(
                 [0., 0., 1.]])
     """
     _check(q, k, v)
-    runs = _checked("span_attention", "q", q, k, first, last, mask)
+    runs = _checked_runs("span_attention", "q", q, k, first, last, mask)
     return _call(q, k, v, *runs, mask)  # type: ignore[no-any-return]
 
 
@@ -319,5 +319,5 @@ def rotary_attention(qkv: Tensor, first: Tensor, last: Tensor, *, mask: Tensor |
     if qkv.dim() != 5 or qkv.shape[2] != 3 or qkv.shape[4] % 2:
         shape = tuple(qkv.shape)
         raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), width even, got {shape}")
-    first, last = _checked("rotary_attention", "qkv", qkv, qkv, first, last, mask)
+    first, last = _checked_runs("rotary_attention", "qkv", qkv, qkv, first, last, mask)
     return _call_packed(qkv, first, last, mask)  # type: ignore[no-any-return]
