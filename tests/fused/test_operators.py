@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.export import Dim
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves
@@ -129,20 +129,20 @@ def test_a_compiled_layer_holds_one_operator_forward_and_two_backward(device: st
 
 def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
     torch._dynamo.reset()
-    layer, counter = _layer("block", device, causal), CompileCounter()
-    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for shape in ((2, 64), (2, 96), (3, 130), (5, 1000)):
-        x = _tokens(device, *shape)
+    layer, recorder = _layer("block", device, causal), EagerAndRecordGraphs()
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=recorder)
+    for x in (_tokens(device, *shape) for shape in ((2, 64), (2, 96), (3, 130), (5, 1000))):
         torch.testing.assert_close(run(x), layer(x), rtol=0, atol=0)
-    assert counter.frame_count == 1
+    (module,) = recorder.graphs
+    weights = [n for n in module.graph.find_nodes(op="placeholder") if "parameters" in n.name]
+    assert {str(user.target) for n in weights for user in n.users} == {*OPERATORS["block"]}, "DDP splits by such uses"
 
 
 @pytest.mark.parametrize(("name", "k"), [("block", 1 / 8), ("feed-forward", 8), ("feed-forward", 0.3)])
 def test_export_with_named_batch_and_length(device: str, causal: bool, name: str, k: float) -> None:
     layer, sizes = _layer(name, device, causal, k=k), {0: Dim("batch", min=1, max=64), 1: Dim("n", min=16, max=4096)}
     program = torch.export.export(layer, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
-    for shape in ((3, 128), (1, 80)):
-        x = _tokens(device, *shape).detach()
+    for x in (_tokens(device, *shape).detach() for shape in ((3, 128), (1, 80))):
         torch.testing.assert_close(program.module()(x), layer(x), rtol=0, atol=0)
     assert operators(program.graph) == OPERATORS[name]
 

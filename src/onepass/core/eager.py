@@ -77,7 +77,7 @@ def takes_operators(*tensors: torch.Tensor | None) -> bool:
     is_eager = not torch.compiler.is_compiling()
     if is_eager and (torch._C._are_functorch_transforms_active() or any(t.is_neg() for t in present)):
         return False
-    return not any(t.is_meta for t in present)
+    return not any(t.device.type == "meta" for t in present)  # `is_meta` would use each weight in a compiled graph
 
 
 def fast_apply(function: Any) -> Callable[..., Any]:
