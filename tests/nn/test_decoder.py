@@ -169,7 +169,7 @@ def test_bytes_kept(kind: str) -> None:
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": -1}, ValueError, "temperature must be a finite number ≥ 0, got -1"),
     ({"temperature": "1"}, TypeError, "temperature must be a number"),
-    ({"top_p": 0}, ValueError, "top_p must be a probability"),
+    ({"top_p": 0}, ValueError, "top_p must be a number in .0, 1."),
     ({"top_k": 0}, ValueError, "top_k must be ≥ 1"), ({"batch": 0}, ValueError, "batch must be ≥ 1"),
     *(({name: wrong}, error, f"Decoder: {name} must be ") for name in ("stop", "seed", "lookback")
       for wrong, error in ((1.5, TypeError), (-1, ValueError))),

@@ -384,7 +384,8 @@ class BlockCache(_Cache):
         super().__init__(attention.clock)
         self.attention, self.feed_forward, self.sizes, self.owns_clock = attention, feed_forward, sizes, owns_clock
         if owns_clock:
-            self._modules["clock"] = self.__dict__.pop("clock")
+            del self.__dict__["clock"]
+            self.clock = attention.clock
 
     @property
     def position(self) -> int:

@@ -80,7 +80,7 @@ class Decoder:
         check_int("Decoder", "lookback", lookback, 0)
         check_int("Decoder", "seed", seed, 0)
         check_number("Decoder", "temperature", temperature, "a finite number ≥ 0", lambda t: 0 <= t < math.inf)
-        check_number("Decoder", "top_p", 1 if top_p is None else top_p, "a probability > 0", lambda p: 0 < p <= 1)
+        check_number("Decoder", "top_p", 1 if top_p is None else top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
         self.embed, self.head, self.lookback = embed, head, lookback
         self.temperature, self.top_k, self.top_p, self.stop = temperature, top_k, top_p, stop
         weight = next(self.blocks[0].attention.parameters())

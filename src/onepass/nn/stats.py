@@ -85,8 +85,8 @@ def routing_stats(
         for name, routing in named.items():
             if not isinstance(routing, Routing):
                 raise TypeError(
-                    f"routing_stats: routing must be a RouterOutput, AttentionRouting or BlockRouting, "
-                    f"got {type(routing).__name__}"
+                    "routing_stats: routing must be a RouterOutput, AttentionRouting or BlockRouting, got "
+                    f"{type(routing).__name__}"
                 )
             for path, output in _outputs(routing):
                 router, role = f"{name}.{path}", path.rpartition(".")[2]

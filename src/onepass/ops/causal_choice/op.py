@@ -80,7 +80,9 @@ def backward(
     return ds if into is None else into.copy_(ds)
 
 
-def _fake(scores: Tensor, mask: Any, k: int, share: Any, eps: Any, block: int, memory: Any) -> tuple[Tensor, ...]:
+def _fake(
+    scores: Tensor, mask: Tensor | None, k: int, share: float, eps: float, block: int, memory: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, n = scores.shape
     blocks = cdiv(n, block)
     return (

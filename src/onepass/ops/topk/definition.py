@@ -172,7 +172,7 @@ def _best(rows: Tensor, k: int, largest: bool, try_level: bool = True) -> Tensor
 
 
 def _of_level(rows: Tensor, k: int, largest: bool, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have the least block maximum as k-th score, with enough equals in `width` columns; `_best`."""
+    """Return which rows fill up to k by scores equal to the k-th in the first `width` columns, and `_best` of these."""
     tops, sign, width = _tops(rows, largest), 1 if largest else -1, min(width, rows.shape[-1])
     kth = tops.amin(-1, keepdim=True)
     # fewer than k blocks exceed the k-th score; a row is worth a try where a quarter of its blocks don't

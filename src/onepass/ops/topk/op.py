@@ -97,7 +97,7 @@ def backward(
 
 def forward_ways(scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, *options: Any) -> list[Way]:
     """List the ways to shard scores, eps, mask, start and lengths, with values, gates, indices and solution."""
-    n, (_, _, _, hard, *_) = scores.ndim, options
+    n, hard = scores.ndim, options[3]  # after k, eps_value and kind
     return [
         (
             (d, d, d, REPLICATE if hard else d),
